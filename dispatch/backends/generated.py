@@ -1,0 +1,70 @@
+"""Our own kernels: rendered, compiled, cached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
+
+from kernelgen import build
+from kernelgen.dispatch.backends.base import Backend
+from kernelgen.errors import ToolchainMissing
+from kernelgen.kernels.base import KernelFamily, families
+from kernelgen.settings import settings
+from kernelgen.specs import KernelSpec
+from kernelgen.targets import Target
+from kernelgen.toolchains import toolchain
+from kernelgen.toolchains.base import PARAMS_ABI
+from kernelgen.verdicts import Verdict, no, yes
+
+
+@lru_cache(maxsize=None)
+def _toolchain_problem(name: str, cxx: str | None) -> str:
+    """Why a toolchain cannot compile here, or "". ``cxx`` only keys the memo: the compiler setting may change in tests."""
+    try:
+        toolchain(name).identity()
+    except ToolchainMissing as error:
+        return str(error)
+    return ""
+
+
+def _obtainable(spec: KernelSpec) -> Verdict:
+    """Can this machine compile the spec, or has it a prebuilt artifact? With JIT off the call itself reports a miss."""
+    if not settings().jit:
+        return yes()
+    problem = _toolchain_problem(spec.toolchain, settings().cxx)
+    if not problem:
+        return yes()
+    request, _ = build.request_of(spec)
+    if build.store().get(request, None, binding_abi=PARAMS_ABI, cuda_major=toolchain(spec.toolchain).cuda_major):
+        return yes("prebuilt")
+    return no(problem)
+
+
+class Generated(Backend):
+    name = "generated"
+
+    def candidates(self, problem: Any, target: Target, live: bool) -> Iterator[tuple[str, Any, Verdict]]:
+        found = False
+        for family in families(problem.op, target.kind):
+            found = True
+            verdict = family.supports(problem, target)
+            config = next(iter(family.candidates(problem, target)), None) if verdict else None
+            if verdict and config is None:
+                verdict = no(f"no legal config for {problem} on {target}")
+            if verdict and live:
+                verdict = _obtainable(family.spec(problem, target, config))
+            yield family.name, config, verdict
+        if not found:
+            yield "", None, no(f"no generated kernel for {problem.op} on {target.kind} in this release")
+
+    def prepare(self, problem: Any, target: Target, kernel: str, config: Any, tensors: Any) -> Callable[[Any], Any]:
+        family = _family(problem.op, kernel)
+        return family.bind(problem, config, build.kernel(family.spec(problem, target, config)), tensors)
+
+
+def _family(op: str, name: str) -> KernelFamily:
+    return next(family for family in families(op) if family.name == name)
+
+
+BACKEND = Generated()

@@ -1,0 +1,100 @@
+"""kernelgen: a just-in-time kernel generator with one dispatcher, for attention, GEMM and mixture-of-experts.
+
+    import torch, kernelgen
+    out = kernelgen.attention(q, k, v, causal=True)     # q (B, Sq, Hq, D), k and v (B, Sk, Hkv, D)
+    print(kernelgen.explain("attention", q, k, v, causal=True))
+
+Importing touches no device, no file of the cache and no compiler; each public function loads its module at first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from kernelgen.errors import (
+    ArtifactMissingError,
+    CacheError,
+    CompileError,
+    DeviceError,
+    DtypeError,
+    KernelgenError,
+    LaunchError,
+    LayoutError,
+    NoBackendError,
+    SettingsError,
+    ShapeError,
+    ToolchainMissing,
+)
+
+__version__ = "0.1.0"
+
+# public name -> module. Loaded on first use, so `import kernelgen` costs milliseconds.
+_PUBLIC = {
+    "attention": "kernelgen.ops.attention",
+    "attention_varlen": "kernelgen.ops.attention",
+    "gemm": "kernelgen.ops.gemm",
+    "moe": "kernelgen.ops.moe",
+    "route": "kernelgen.ops.moe",
+    "AttentionPlan": "kernelgen.ops.paged",
+    "PageTable": "kernelgen.ops.page_table",
+    "plan_attention": "kernelgen.ops.paged",
+    "alibi_slopes": "kernelgen.ops.eager",
+    "grouped_gemm": "kernelgen.ops.eager",
+    "grouped_gemm_masked": "kernelgen.ops.eager",
+    "merge_states": "kernelgen.ops.eager",
+    "moe_permute": "kernelgen.ops.eager",
+    "moe_sort": "kernelgen.ops.eager",
+    "moe_unpermute": "kernelgen.ops.eager",
+    "quantize_fp8": "kernelgen.ops.eager",
+    "rope": "kernelgen.ops.eager",
+    "rmsnorm": "kernelgen.ops.rows",
+    "silu_and_mul": "kernelgen.ops.rows",
+    "explain": "kernelgen.dispatch.explain",
+    "Target": "kernelgen.targets",
+}
+
+if TYPE_CHECKING:
+    from kernelgen.dispatch.explain import explain as explain
+    from kernelgen.ops.attention import attention as attention
+    from kernelgen.ops.attention import attention_varlen as attention_varlen
+    from kernelgen.ops.eager import alibi_slopes as alibi_slopes
+    from kernelgen.ops.eager import grouped_gemm as grouped_gemm
+    from kernelgen.ops.eager import grouped_gemm_masked as grouped_gemm_masked
+    from kernelgen.ops.eager import merge_states as merge_states
+    from kernelgen.ops.eager import moe_permute as moe_permute
+    from kernelgen.ops.eager import moe_sort as moe_sort
+    from kernelgen.ops.eager import moe_unpermute as moe_unpermute
+    from kernelgen.ops.eager import quantize_fp8 as quantize_fp8
+    from kernelgen.ops.eager import rope as rope
+    from kernelgen.ops.gemm import gemm as gemm
+    from kernelgen.ops.moe import moe as moe
+    from kernelgen.ops.moe import route as route
+    from kernelgen.ops.page_table import PageTable as PageTable
+    from kernelgen.ops.paged import AttentionPlan as AttentionPlan
+    from kernelgen.ops.paged import plan_attention as plan_attention
+    from kernelgen.ops.rows import rmsnorm as rmsnorm
+    from kernelgen.ops.rows import silu_and_mul as silu_and_mul
+    from kernelgen.targets import Target as Target
+
+
+def __getattr__(name: str) -> Any:
+    module = _PUBLIC.get(name)
+    if module is None:
+        raise AttributeError(f"module 'kernelgen' has no attribute {name!r}")
+    value = getattr(import_module(module), name)
+    globals()[name] = value  # found without this function from now on
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PUBLIC])
+
+
+__all__ = [
+    "ArtifactMissingError", "AttentionPlan", "CacheError", "CompileError", "DeviceError", "DtypeError",
+    "KernelgenError", "LaunchError", "LayoutError", "NoBackendError", "PageTable", "SettingsError", "ShapeError",
+    "Target", "ToolchainMissing", "alibi_slopes", "attention", "attention_varlen", "explain", "gemm", "grouped_gemm",
+    "grouped_gemm_masked", "merge_states", "moe", "moe_permute", "moe_sort", "moe_unpermute", "plan_attention",
+    "quantize_fp8", "rmsnorm", "rope", "route", "silu_and_mul",
+]

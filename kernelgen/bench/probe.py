@@ -1,0 +1,105 @@
+"""One measurement in a fresh process: ``python -m kernelgen.bench.probe WHAT OP DEVICE`` prints one line of JSON.
+
+Started by kernelgen.bench.first_call. Imports only what a user's process has before its first call, so that every
+module the first call needs is paid for inside the measured time.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import kernelgen
+
+clock = time.perf_counter
+
+
+def _call(op: str, device: str, small: bool) -> Callable[[], Any]:
+    """One call of ``op``; ``small``: so small that its kernel takes less than the host does."""
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(torch.bfloat16).to(device)
+
+    if op == "attention":
+        q, k, v = (draw(1, 16 if small else 128, 1 if small else 4, 64) for _ in range(3))
+        out = torch.empty_like(q)
+        return lambda: kernelgen.attention(q, k, v, causal=True, out=out, backend="generated")
+    a, b = (draw(16, 64), draw(64, 64)) if small else (draw(128, 256), draw(256, 256))
+    out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=device)
+    return lambda: kernelgen.gemm(a, b, out=out, backend="generated")
+
+
+def _settle(device: str) -> Callable[[], None]:
+    """Bring torch and CUDA up; returns the sync."""
+    if device == "cpu":
+        return lambda: None
+    torch.zeros(1024, device=device).sum().item()
+    return torch.cuda.synchronize
+
+
+def cold(op: str, device: str) -> dict[str, float]:
+    """Seconds of the first call with an empty cache, by part. The launcher is built first, on its own account."""
+    call, sync = _call(op, device, small=False), _settle(device)
+    sync()
+    begin = clock()
+    from kernelgen.launch.host import launcher
+
+    launcher()
+    built = clock()
+    call()
+    sync()
+    called = clock()
+    from kernelgen.build import reports
+
+    kernels = [r for r in reports() if r.compiled]
+    start = clock()
+    call()
+    sync()
+    repeated = clock() - start
+    parts = {part: sum(getattr(r, part) for r in kernels) for part in ("render", "compile", "load")}
+    return {"total": called - begin, "launcher": built - begin, **parts, "rest": called - built - sum(parts.values()),
+            "repeated": repeated, "kernels": len(kernels)}
+
+
+def warm(op: str, device: str) -> dict[str, float]:
+    """Seconds of the first call of a process whose kernels are in the cache, and of the second."""
+    call, sync = _call(op, device, small=False), _settle(device)
+    sync()
+    begin = clock()
+    getattr(kernelgen, op)
+    imported = clock()
+    call()
+    sync()
+    called = clock()
+    call()
+    sync()
+    repeated = clock() - called
+    from kernelgen.build import reports
+
+    return {"total": called - begin, "imports": imported - begin, "repeated": repeated,
+            "compiled": sum(r.compiled for r in reports())}
+
+
+def host(op: str, device: str) -> dict[str, Any]:
+    """Host microseconds of a repeated call by the protocol: 3,000 calls without a sync, divided."""
+    from dataclasses import asdict
+
+    from kernelgen.bench.protocol import Protocol, host_cost
+
+    call, sync = _call(op, device, small=True), _settle(device)
+    return asdict(host_cost(call, Protocol.of(device).host_calls, synchronize=sync))
+
+
+def main() -> None:
+    what, op, device = sys.argv[1:]
+    print(json.dumps({"cold": cold, "warm": warm, "host": host}[what](op, device)))
+
+
+if __name__ == "__main__":
+    main()

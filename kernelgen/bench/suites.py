@@ -1,0 +1,131 @@
+"""The problems of each suite, as data. CUDA lists are those of the peers' published tables; CPU lists are smaller.
+
+``quick`` names the cases of ``--quick``: few, and each a different path of the kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Union
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """Dense forward, as many key as query heads, equal lengths."""
+
+    batch: int
+    seq: int
+    heads: int
+    head_dim: int
+    causal: bool
+    dtype: str = "bf16"
+
+    def __str__(self) -> str:
+        words = " causal" if self.causal else ""
+        return f"attention[b={self.batch} h={self.heads} s={self.seq} d={self.head_dim} {self.dtype}{words}]"
+
+
+@dataclass(frozen=True)
+class GemmCase:
+    """(M, K) @ (K, N). ``weight``: b is the transpose of a row-major (N, K), as the weight of a Linear is."""
+
+    m: int
+    n: int
+    k: int
+    dtype: str = "bf16"
+    weight: bool = True
+
+    def __str__(self) -> str:
+        return f"gemm[m={self.m} n={self.n} k={self.k} {self.dtype} b={'col' if self.weight else 'row'}]"
+
+
+@dataclass(frozen=True)
+class RowsCase:
+    """rmsnorm or silu_and_mul of (rows, width); silu_and_mul reads twice the width."""
+
+    op: str
+    rows: int
+    width: int
+    dtype: str = "bf16"
+
+    def __str__(self) -> str:
+        return f"{self.op}[rows={self.rows} width={self.width} {self.dtype}]"
+
+
+Case = Union[AttentionCase, GemmCase, RowsCase]
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Cases per device, all and for a quick look."""
+
+    name: str
+    title: str
+    cuda: tuple[Case, ...]
+    cpu: tuple[Case, ...]
+    quick_cuda: tuple[Case, ...]
+    quick_cpu: tuple[Case, ...]
+
+    def cases(self, device: str, quick: bool = False) -> tuple[Case, ...]:
+        if device == "cuda":
+            return self.quick_cuda if quick else self.cuda
+        return self.quick_cpu if quick else self.cpu
+
+
+def _prefill(tokens: int, width: int, seqs: tuple[int, ...], dims: tuple[int, ...], dtype: str = "bf16") -> tuple[Case, ...]:
+    """batch * seq = tokens, heads * head_dim = width."""
+    return tuple(
+        AttentionCase(tokens // s, s, width // d, d, causal, dtype) for d in dims for causal in (False, True) for s in seqs
+    )
+
+
+# Short problems of the peers' tables: batch x seq.
+_SHORT = tuple(
+    AttentionCase(b, s, 2048 // d, d, causal)
+    for d in (64, 128) for causal in (False, True) for b, s in ((16, 128), (8, 512), (4, 1024), (8, 2048))
+)
+_MNK = (
+    (1, 4096, 7168), (16, 4096, 7168), (64, 4096, 7168), (128, 4096, 7168), (256, 4096, 7168), (512, 4096, 7168),
+    (1, 28672, 8192), (16, 28672, 8192), (128, 28672, 8192), (16, 576, 7168), (16, 7168, 2048), (4096, 4096, 7168),
+    (4096, 24576, 1536), (4096, 7168, 16384), (4096, 2112, 7168), (8192, 8192, 8192),
+)
+
+SUITES: dict[str, Suite] = {
+    s.name: s
+    for s in (
+        Suite(
+            "attention", "attention prefill forward",
+            cuda=_prefill(16384, 2048, (1024, 4096, 16384), (64, 128, 256)),
+            cpu=_prefill(2048, 1024, (512, 1024, 2048), (64, 128, 256)) + _prefill(2048, 1024, (512, 2048), (64, 128), "fp32"),
+            quick_cuda=_prefill(16384, 2048, (4096,), (64, 128, 256)),
+            quick_cpu=(AttentionCase(1, 512, 4, 64, True), AttentionCase(1, 512, 2, 128, False, "fp32")),
+        ),
+        Suite(
+            "attention-short", "attention prefill forward, short problems",
+            cuda=_SHORT, cpu=_prefill(512, 1024, (128, 256), (64, 128)), quick_cuda=_SHORT[:2], quick_cpu=(
+                AttentionCase(2, 128, 4, 64, True),),
+        ),
+        Suite(
+            "gemm", "matrix product",
+            cuda=(GemmCase(4096, 4096, 4096), GemmCase(4096, 4096, 4096, weight=False), *(GemmCase(*mnk) for mnk in _MNK)),
+            cpu=tuple(
+                GemmCase(m, n, k, dtype)
+                for dtype in ("fp32", "bf16")
+                for m, n, k in ((512, 512, 512), (1024, 1024, 1024), (2048, 2048, 2048), (1, 4096, 4096), (16, 4096, 4096))
+            ) + (GemmCase(1024, 1024, 1024, "fp32", weight=False),),
+            quick_cuda=(GemmCase(4096, 4096, 4096), GemmCase(16, 4096, 7168), GemmCase(512, 4096, 7168)),
+            quick_cpu=(GemmCase(512, 512, 512, "fp32"), GemmCase(256, 512, 512), GemmCase(1, 1024, 1024)),
+        ),
+        Suite(
+            "rows", "row-wise helpers",
+            cuda=tuple(RowsCase(op, rows, width) for op in ("rmsnorm", "silu_and_mul")
+                       for rows, width in ((16, 4096), (2048, 4096), (16384, 4096), (16384, 8192))),
+            cpu=tuple(RowsCase(op, rows, 4096, dtype) for op in ("rmsnorm", "silu_and_mul")
+                      for dtype in ("bf16", "fp32") for rows in (16, 2048)),
+            quick_cuda=(RowsCase("rmsnorm", 16384, 4096), RowsCase("silu_and_mul", 16384, 4096)),
+            quick_cpu=(RowsCase("rmsnorm", 512, 4096), RowsCase("silu_and_mul", 512, 4096)),
+        ),
+    )
+}
+# What `kernelgen bench` runs when no suite is named.
+DEFAULT = ("attention", "gemm", "rows")

@@ -1,0 +1,133 @@
+"""Spec to loaded kernel: render, ask the cache, compile on a miss, load. Everything that compiles goes through here."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kernelgen.cache.jobs import report_slow
+from kernelgen.cache.keys import Request, ToolchainId
+from kernelgen.cache.store import Artifact, BuildOutput, Store
+from kernelgen.errors import ArtifactMissingError, ToolchainMissing
+from kernelgen.kernels.base import LoadedKernel
+from kernelgen.render import Source, render
+from kernelgen.settings import settings
+from kernelgen.specs import KernelSpec
+from kernelgen.toolchains import toolchain
+from kernelgen.toolchains.base import PARAMS_ABI
+
+
+@dataclass(frozen=True)
+class BuildReport:
+    """Where the time of one kernel went, in seconds; ``compiled`` is False when the cache served it."""
+
+    spec: str
+    compiled: bool
+    render: float
+    compile: float
+    load: float
+    artifact: str
+
+
+_store: Store | None = None
+_kernels: dict[KernelSpec, LoadedKernel] = {}
+_reports: dict[KernelSpec, BuildReport] = {}
+_locks: dict[KernelSpec, threading.Lock] = {}
+_guard = threading.Lock()
+
+
+def store() -> Store:
+    """The process's artifact store, by the settings of its first use."""
+    global _store
+    if _store is None:
+        _store = Store(settings().cache_dir, settings().cache_layers)
+    return _store
+
+
+def forget() -> None:
+    """Drop loaded kernels and the store (tests that change the cache folder call this). Files stay."""
+    global _store
+    with _guard:
+        _store = None
+        _kernels.clear()
+        _reports.clear()
+
+
+def request_of(spec: KernelSpec) -> tuple[Request, Source]:
+    """The content-only request of a spec, and its rendered source."""
+    source = render(spec)
+    flags = toolchain(spec.toolchain).flags(spec.target) + spec.flags
+    return Request(spec.name, source.text, source.includes, flags, spec.target.arch), source
+
+
+def fetch(
+    request: Request, identity: Callable[[], ToolchainId], build: Callable[[Path], BuildOutput], source: Source,
+    cuda_major: int | None = None,
+) -> tuple[Artifact, bool]:
+    """An artifact of ``request``: the compiler's own entry, else any that fits when there is no compiler, else built.
+
+    Returns (artifact, built by this call). Raises ArtifactMissingError under KERNELGEN_JIT=0, ToolchainMissing
+    without a compiler, CompileError.
+    """
+    missing: ToolchainMissing | None = None
+    if settings().jit:
+        try:
+            own = identity()
+        except ToolchainMissing as error:
+            missing = error
+        else:
+            with report_slow(f"compiling {request.name} for {request.target}"):
+                return store().get_or_build(request, own, build, banner=source.banner, source_name=source.file_name)
+    found = store().get(request, None, binding_abi=PARAMS_ABI, cuda_major=cuda_major)
+    if found is not None:
+        return found, False
+    if missing is not None:
+        raise missing
+    raise ArtifactMissingError(
+        f"no prebuilt artifact of {request.name} for {request.target} fits and compiling is off (KERNELGEN_JIT=0); "
+        f"searched {', '.join(str(p) for p in store().search_path)}; build it on a machine with a compiler "
+        f"(`kernelgen prebuild` or one call with KERNELGEN_JIT=1), then `kernelgen cache export` and KERNELGEN_CACHE_LAYERS"
+    )
+
+
+def kernel(spec: KernelSpec) -> LoadedKernel:
+    """The loaded kernel of a spec; built at most once per process and once per cache. Thread-safe."""
+    loaded = _kernels.get(spec)
+    if loaded is not None:
+        return loaded
+    with _guard:
+        lock = _locks.setdefault(spec, threading.Lock())
+    with lock:
+        loaded = _kernels.get(spec)
+        if loaded is None:
+            loaded = _kernels[spec] = _load(spec)
+    return loaded
+
+
+def build(spec: KernelSpec) -> tuple[Artifact, bool]:
+    """Make sure the artifact exists, without loading it (prebuild, compile checks). Works without the device."""
+    tool = toolchain(spec.toolchain)
+    request, source = request_of(spec)
+    return fetch(request, tool.identity, lambda folder: tool.compile(source, request, folder), source, tool.cuda_major)
+
+
+def _load(spec: KernelSpec) -> LoadedKernel:
+    start = time.perf_counter()
+    tool = toolchain(spec.toolchain)
+    request_of(spec)
+    rendered = time.perf_counter()
+    artifact, built = build(spec)
+    compiled = time.perf_counter()
+    loaded = tool.load(spec, artifact)
+    done = time.perf_counter()
+    _reports[spec] = BuildReport(str(spec), built, rendered - start, compiled - rendered if built else 0.0,
+                                 done - compiled + (0.0 if built else compiled - rendered), str(artifact.path))
+    return loaded
+
+
+def reports() -> list[BuildReport]:
+    """One report per kernel that this process loaded, in order."""
+    return list(_reports.values())

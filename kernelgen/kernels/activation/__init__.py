@@ -1,0 +1,1 @@
+"""Activation kernels, one module per kernel."""

@@ -1,0 +1,1 @@
+"""Attention kernels, one module per kernel."""

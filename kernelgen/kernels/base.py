@@ -1,0 +1,72 @@
+"""What the host side of a generated kernel looks like, and the registry dispatch walks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Protocol
+
+from kernelgen.specs import KernelSpec
+from kernelgen.targets import Target
+from kernelgen.verdicts import Verdict
+
+
+class LoadedKernel(Protocol):
+    """A kernel that can run: made by a toolchain from an artifact."""
+
+    spec: KernelSpec
+
+
+class Config(Protocol):
+    """Tunables of one kernel: a frozen dataclass that prints as one line ("128x64 w4 s2")."""
+
+    def __str__(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class KernelFamily:
+    """The host side of one kernel. All members are plain functions; problems and tensors are those of ``op``.
+
+    name        "attention/prefill_mma": template, header, module and cache entries carry it
+    op          "attention", "gemm", ...
+    target_kind "cpu" or "cuda"
+    supports    (problem, target) -> Verdict: can this kernel run it at all, and if not, which value is at fault
+    candidates  (problem, target) -> legal configs, best guess first. ``legal`` is the predicate behind it
+    legal       (problem, target, config) -> Verdict: shared memory, registers, divisibility
+    spec        (problem, target, config) -> KernelSpec
+    bind        (problem, config, kernel, tensors) -> run(tensors): packs what is fixed for these shapes and strides
+                and returns the closure that a repeated call uses; it may only re-read addresses
+    coverage    () -> (problem, config or None) pairs that together reach every branch of the template; tests and
+                the compile-everything check walk it
+    """
+
+    name: str
+    op: str
+    target_kind: str
+    toolchain: str
+    supports: Callable[[Any, Target], Verdict]
+    candidates: Callable[[Any, Target], Iterable[Any]]
+    legal: Callable[[Any, Target, Any], Verdict]
+    spec: Callable[[Any, Target, Any], KernelSpec]
+    bind: Callable[[Any, Any, Any, Any], Callable[[Any], None]]
+    coverage: Callable[[], Iterable[tuple[Any, Any]]]
+
+
+# op -> modules whose FAMILY runs it, imported when the op is first used.
+_MODULES: dict[str, tuple[str, ...]] = {
+    "attention": ("attention.prefill_cpu", "attention.prefill_mma"),
+    "gemm": ("gemm.gemm_cpu", "gemm.gemm_mma"),
+    "rmsnorm": ("norm.rmsnorm_cpu", "norm.rmsnorm_cuda"),
+    "silu_and_mul": ("activation.silu_and_mul_cpu", "activation.silu_and_mul_cuda"),
+}
+
+
+def families(op: str, target_kind: str | None = None) -> list[KernelFamily]:
+    """The generated kernels of an op, in registry order."""
+    found = [import_module(f"kernelgen.kernels.{module}").FAMILY for module in _MODULES.get(op, ())]
+    return [f for f in found if target_kind is None or f.target_kind == target_kind]
+
+
+def all_families() -> list[KernelFamily]:
+    return [family for op in _MODULES for family in families(op)]

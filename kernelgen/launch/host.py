@@ -1,0 +1,75 @@
+"""The launcher library: shipped in the wheel, else built once with the C++ compiler and cached like any artifact."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Any
+
+from kernelgen.errors import LaunchError
+from kernelgen.render import Source, include_closure, template_text
+
+LAUNCHER_TEMPLATE = "host/launcher.cc"
+# -O2 and no LTO: the launcher is a few hundred lines, and its build time is part of the first call from a checkout.
+LAUNCHER_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread")
+SHIPPED = "_lib/launcher.so"
+
+
+def launcher_source() -> Source:
+    text = template_text(LAUNCHER_TEMPLATE)
+    lines = tuple((LAUNCHER_TEMPLATE, n + 1) for n in range(text.count("\n") + 1))
+    return Source(text, "", include_closure(text), lines, "launcher.cc")
+
+
+def shipped_launcher() -> Path | None:
+    """The library of the wheel, or None in a checkout."""
+    resource = files("kernelgen").joinpath(*SHIPPED.split("/"))
+    with as_file(resource) as path:
+        return path if path.is_file() else None
+
+
+def _built_launcher() -> Path:
+    """Build with g++ through the cache. Raises ToolchainMissing, CompileError, ArtifactMissingError."""
+    from tvm_ffi import libinfo
+
+    from kernelgen.build import fetch
+    from kernelgen.cache.keys import Request, ToolchainId
+    from kernelgen.cache.store import BuildOutput
+    from kernelgen.toolchains import toolchain
+    from kernelgen.toolchains.base import PARAMS_ABI
+    from kernelgen.toolchains.cxx import Cxx, run_compiler
+
+    cxx = toolchain("cxx")
+    assert isinstance(cxx, Cxx)
+    source = launcher_source()
+    request = Request("launcher", source.text, source.includes, LAUNCHER_FLAGS, "host-x86-64")
+
+    def identity() -> ToolchainId:
+        import tvm_ffi
+
+        own = cxx.identity()
+        # The TVM-FFI headers are compiled in: their release is part of what the compiler sees.
+        return ToolchainId("cxx", own.compiler, PARAMS_ABI, cxx_abi=f"tvm-ffi {tvm_ffi.__version__}")
+
+    def build(folder: Path) -> BuildOutput:
+        for name, text in source.includes:
+            path = folder / "include" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        # The symbols of libtvm_ffi are resolved against the copy that the tvm_ffi module has loaded already.
+        command = [*cxx.command(), *LAUNCHER_FLAGS, "-Iinclude", "-I", libinfo.find_include_path(), source.file_name,
+                   "-ldl", "-o", "launcher.so"]
+        return BuildOutput("launcher.so", {"seconds": run_compiler(command, folder, source, "launcher")})
+
+    artifact, _ = fetch(request, identity, build, source)
+    return artifact.file("launcher.so")
+
+
+@lru_cache(maxsize=1)
+def launcher() -> Any:
+    """The loaded launcher module: cuda_load, cuda_allow_shared_memory, cuda_launch, cpu_launch."""
+    import tvm_ffi
+
+    tvm_ffi.register_error("LaunchError", LaunchError)
+    return tvm_ffi.load_module(str(shipped_launcher() or _built_launcher()))

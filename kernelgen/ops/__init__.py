@@ -1,0 +1,1 @@
+"""The public functions: check the tensors, make the problem, choose, run. One file per op."""

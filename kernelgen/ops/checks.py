@@ -1,0 +1,77 @@
+"""Argument checks that several ops share. Every message says got, expected and what to do."""
+
+from __future__ import annotations
+
+import torch
+
+from kernelgen.errors import DeviceError, DtypeError, LayoutError, ShapeError
+
+
+def shape_text(t: torch.Tensor) -> str:
+    return f"({', '.join(map(str, t.shape))})"
+
+
+def check_tensors(**tensors: torch.Tensor | None) -> None:
+    """Every given value is a torch tensor, all on one device."""
+    device = None
+    first = ""
+    for name, t in tensors.items():
+        if t is None:
+            continue
+        if not isinstance(t, torch.Tensor):
+            raise DtypeError(f"{name}: got {type(t).__name__}, expected a torch.Tensor")
+        if device is None:
+            device, first = t.device, name
+        elif t.device != device:
+            raise DeviceError(f"{name} is on {t.device} and {first} on {device}, expected one device; move one with .to()")
+
+
+def check_last_contiguous(**tensors: torch.Tensor | None) -> None:
+    for name, t in tensors.items():
+        if t is not None and t.dim() and t.shape[-1] > 1 and t.stride(-1) != 1:
+            raise LayoutError(
+                f"{name}: got stride {t.stride(-1)} in the last dimension of {shape_text(t)}, expected 1; call {name}.contiguous()"
+            )
+
+
+def check_rank(name: str, t: torch.Tensor, rank: int, layout: str) -> None:
+    if t.dim() != rank:
+        raise ShapeError(f"{name}: got shape {shape_text(t)}, expected {rank} dimensions {layout}")
+
+
+def check_dim(name: str, t: torch.Tensor, dim: int, expected: int, why: str) -> None:
+    if t.shape[dim] != expected:
+        raise ShapeError(f"{name}: got {t.shape[dim]} in dimension {dim} of {shape_text(t)}, expected {expected} ({why})")
+
+
+def check_same_dtype(**tensors: torch.Tensor) -> None:
+    kinds = {name: t.dtype for name, t in tensors.items()}
+    if len(set(kinds.values())) > 1:
+        listed = ", ".join(f"{name} {str(kind).removeprefix('torch.')}" for name, kind in kinds.items())
+        raise DtypeError(f"got {listed}, expected one dtype; convert with .to(): nothing is cast silently")
+
+
+def check_output(name: str, t: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    if tuple(t.shape) != shape:
+        raise ShapeError(f"{name}: got shape {shape_text(t)}, expected {shape}")
+    if t.dtype != dtype:
+        raise DtypeError(f"{name}: got {t.dtype}, expected {dtype}")
+    if t.device != device:
+        raise DeviceError(f"{name} is on {t.device}, expected {device}")
+    check_last_contiguous(**{name: t})
+    for extent, stride in zip(t.shape, t.stride()):
+        if extent > 1 and stride == 0:
+            raise LayoutError(f"{name}: got stride 0 (an expanded tensor), expected memory of its own for every element")
+
+
+def index_tensor(name: str, t: torch.Tensor, length: int | None, device: torch.device) -> torch.Tensor:
+    """An int32 contiguous vector on ``device``; int64 is converted once."""
+    if not isinstance(t, torch.Tensor):
+        raise DtypeError(f"{name}: got {type(t).__name__}, expected an int32 tensor")
+    if t.dtype not in (torch.int32, torch.int64):
+        raise DtypeError(f"{name}: got {t.dtype}, expected int32 (or int64, converted once)")
+    if t.dim() != 1 or (length is not None and t.shape[0] != length):
+        raise ShapeError(f"{name}: got shape {shape_text(t)}, expected ({'n' if length is None else length})")
+    if t.device != device:
+        raise DeviceError(f"{name} is on {t.device}, expected {device}, the device of q; move it with .to()")
+    return t.to(torch.int32).contiguous()

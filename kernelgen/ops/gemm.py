@@ -1,0 +1,207 @@
+"""gemm: one matrix product with a fused epilogue, through the dispatcher."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from kernelgen.dispatch.decision import Decision
+from kernelgen.dispatch.select import choose, prepare
+from kernelgen.dtypes import dtype_name
+from kernelgen.errors import DtypeError, LayoutError, ShapeError
+from kernelgen.ops.checks import check_dim, check_output, check_same_dtype, check_tensors, shape_text
+from kernelgen.ops.memo import layout_of, new_memo, remember
+from kernelgen.problems.common import alignment_of
+from kernelgen.problems.gemm import ACTIVATIONS, GATED_ACTIVATIONS, GemmProblem
+from kernelgen.targets import Target, target_of
+from kernelgen.tensors import GemmTensors
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_GATE_ORDERS = ("gate_first", "up_first", "interleaved")
+_calls = new_memo()
+
+
+def gemm(
+    a: torch.Tensor, b: torch.Tensor, *, bias: torch.Tensor | None = None, activation: str | None = None,
+    gate_up: str = "gate_first", c: torch.Tensor | None = None, beta: float = 1.0, scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None, accumulate: str = "float32", out_dtype: torch.dtype | None = None,
+    out_scale: str | None = None, out: torch.Tensor | None = None, deterministic: bool = True, backend: str = "auto",
+) -> torch.Tensor:
+    """activation(a @ b + bias) + beta * c, accumulated in float32 (float64 for float64 tensors).
+
+    a (.., M, K), b (K, N) or batched (.., K, N); any order by strides, so a Linear weight goes in as ``w.t()``.
+    bias (N); activation one of relu, gelu, gelu_tanh, silu, or gated: swiglu, geglu, which halve N (``gate_up`` says
+    how gate and up lie along N: "gate_first", "up_first", "interleaved"); c has the shape of the output. fp8 inputs
+    take float32 ``scale_a``, ``scale_b`` whose shapes say the recipe (CONTRACTS: GEMM). Returns (.., M, N) in
+    ``out_dtype``, default a's dtype (bfloat16 for fp8).
+
+    Raises ShapeError, DtypeError, DeviceError, LayoutError; NoBackendError with the table of reasons; CompileError.
+    """
+    key: Any = None
+    if (c is None and scale_a is None and scale_b is None and out_scale is None
+            and isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+        grad = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
+        key = (
+            a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype, a.device, b.device, (a.data_ptr() | b.data_ptr()) & 15,
+            layout_of(bias), getattr(bias, "requires_grad", False),
+            activation, gate_up, accumulate, out_dtype, deterministic, backend, grad,
+            layout_of(out),
+        )
+        call = _calls.get(key)
+        if call is not None:
+            return call(a, b, bias, out)
+    problem, tensors, shape = _describe(
+        a, b, bias, activation, gate_up, c, beta, scale_a, scale_b, accumulate, out_dtype, out_scale, out, deterministic)
+    _, run = prepare(problem, target_of(a.device), backend, tensors)
+    if key is not None:
+        remember(_calls, key, _prepared(problem, tensors, shape, run))
+    result = run(tensors)
+    if result is not None:
+        return result.view(shape)
+    return tensors.out.view(shape) if out is None else out
+
+
+def _prepared(problem: GemmProblem, sample: GemmTensors, shape: tuple[int, ...], run: Any) -> Any:
+    """The repeated call: three-dimensional views of the operands, one allocation, run."""
+    dtype, device, flat = sample.out.dtype, sample.out.device, sample.out.shape
+
+    def call(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor:
+        target = torch.empty(flat, dtype=dtype, device=device) if out is None else _as_batch(out)
+        result = run(GemmTensors(_as_batch(a), _as_batch(b), target, bias))
+        if result is not None:
+            return result.view(shape)
+        return target.view(shape) if out is None else out
+
+    return call
+
+
+def explain_gemm(*args: Any, target: Target, backend: str, live: bool, **kwargs: Any) -> Decision:
+    """The decision for a gemm call with these arguments, without running it."""
+    defaults = dict(
+        bias=None, activation=None, gate_up="gate_first", c=None, beta=1.0, scale_a=None, scale_b=None, accumulate="float32",
+        out_dtype=None, out_scale=None, out=None, deterministic=True,
+    )
+    problem, _, _ = _describe(**(defaults | dict(zip(("a", "b"), args)) | kwargs))
+    return choose(problem, target, backend, live=live)
+
+
+def _as_batch(t: torch.Tensor) -> torch.Tensor:
+    """(.., R, C) as (B, R, C). Raises LayoutError where the leading dimensions cannot be one."""
+    if t.dim() == 3:
+        return t
+    if t.dim() == 2:
+        return t.unsqueeze(0)
+    try:
+        return t.view(-1, *t.shape[-2:])
+    except RuntimeError as error:
+        raise LayoutError(
+            f"got strides {t.stride()} of {shape_text(t)}: the leading dimensions must fold into one; call .contiguous()"
+        ) from error
+
+
+def _fold(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both operands as (B, R, C). With a shared b the batch stays: folding it into M would ask for more of a's strides."""
+    if b.dim() > 2 and a.shape[:-2] != b.shape[:-2]:
+        raise ShapeError(f"got a {shape_text(a)} and b {shape_text(b)}, expected the same leading dimensions, or b (K, N)")
+    return _as_batch(a), _as_batch(b)
+
+
+def _order(name: str, t: torch.Tensor) -> str:
+    """"row" if the last dimension is contiguous, "col" if the one before is; size-1 dimensions count as either."""
+    rows, columns = t.shape[-2:]
+    if columns <= 1 or t.stride(-1) == 1:
+        return "row"
+    if rows <= 1 or t.stride(-2) == 1:
+        return "col"
+    raise LayoutError(
+        f"{name}: got strides {t.stride()} of {shape_text(t)}, expected stride 1 in one of the last two dimensions; "
+        f"call {name}.contiguous()"
+    )
+
+
+def _describe(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: str | None, gate_up: str, c: torch.Tensor | None,
+    beta: float, scale_a: torch.Tensor | None, scale_b: torch.Tensor | None, accumulate: str, out_dtype: torch.dtype | None,
+    out_scale: str | None, out: torch.Tensor | None, deterministic: bool,
+) -> tuple[GemmProblem, GemmTensors, tuple[int, ...]]:
+    """Check everything, allocate the output; also returns the caller's output shape."""
+    check_tensors(a=a, b=b, bias=bias, c=c, scale_a=scale_a, scale_b=scale_b, out=out)
+    for name, t in (("a", a), ("b", b)):
+        if t.dim() < 2:
+            raise ShapeError(f"{name}: got shape {shape_text(t)}, expected at least 2 dimensions")
+        dtype_name(t.dtype)
+    if not (a.dtype in _FP8 and b.dtype in _FP8):
+        check_same_dtype(a=a, b=b)
+    elif scale_a is None or scale_b is None:
+        raise DtypeError(f"got {a.dtype} without scale_a and scale_b, expected both float32 scales for fp8")
+    if a.shape[-1] != b.shape[-2]:
+        raise ShapeError(f"got K = {a.shape[-1]} in a {shape_text(a)} and {b.shape[-2]} in b {shape_text(b)}, expected one value")
+    _check_options(activation, gate_up, accumulate, out_scale)
+    m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
+    if activation in GATED_ACTIVATIONS and n % 2:
+        raise ShapeError(f"got N = {n} for {activation}, expected an even N: gate and up lie side by side")
+    if bias is not None:
+        if tuple(bias.shape) != (n,):
+            raise ShapeError(f"bias: got shape {shape_text(bias)}, expected ({n}), the N of b")
+        if n > 1 and bias.stride(0) != 1:
+            raise LayoutError(f"bias: got stride {bias.stride(0)}, expected 1; call bias.contiguous()")
+    a3, b3 = _fold(a, b)
+    dtype = out_dtype or (out.dtype if out is not None else torch.bfloat16 if a.dtype in _FP8 else a.dtype)
+    shape = (*a.shape[:-1], n // 2 if activation in GATED_ACTIVATIONS else n)
+    grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, b, bias, c))
+    if out is None:
+        out3 = torch.empty((math.prod(a.shape[:-2]), *shape[-2:]), dtype=dtype, device=a.device)
+    else:
+        check_output("out", out, shape, dtype, a.device)
+        out3 = _as_batch(out)
+    c3 = None
+    if c is not None:
+        check_dim("c", c, -1, shape[-1], "the N of the output")
+        if tuple(c.shape) != shape:
+            raise ShapeError(f"c: got shape {shape_text(c)}, expected {shape}, the shape of the output")
+        if shape[-1] > 1 and c.stride(-1) != 1:
+            raise LayoutError(f"c: got stride {c.stride(-1)} in the last dimension, expected 1; call c.contiguous()")
+        c3 = _as_batch(c)
+    problem = GemmProblem(
+        batch=a3.shape[0], m=m, n=n, k=k, a_dtype=dtype_name(a.dtype), b_dtype=dtype_name(b.dtype), out_dtype=dtype_name(dtype),
+        a_order=_order("a", a3), b_order=_order("b", b3), batched_b=b.dim() > 2, bias=bias is not None, activation=activation,
+        gate_up=gate_up, accumulate_c=c is not None, scales=_recipe(a, b, scale_a, scale_b), out_scale=out_scale,
+        accumulate=accumulate, deterministic=deterministic, alignment=_alignment(a3, b3, c3, out3), requires_grad=grad,
+        bias_dtype=dtype_name(bias.dtype) if bias is not None else None, c_dtype=dtype_name(c.dtype) if c is not None else None,
+    )
+    return problem, GemmTensors(a3, b3, out3, bias, c3, float(beta), scale_a, scale_b, None), shape
+
+
+def _alignment(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None, out: torch.Tensor) -> int:
+    """Alignment class with each operand seen along its contiguous dimension."""
+    views = [x.transpose(-1, -2) if _order("", x) == "col" else x for x in (a, b)]
+    return alignment_of(*views, c, out)
+
+
+def _check_options(activation: str | None, gate_up: str, accumulate: str, out_scale: str | None) -> None:
+    for name, got, legal in (
+        ("activation", activation, (None, *ACTIVATIONS)), ("gate_up", gate_up, _GATE_ORDERS),
+        ("accumulate", accumulate, ("float32", "fast")), ("out_scale", out_scale, (None, "tensor", "row", "block_1x128")),
+    ):
+        if got not in legal:
+            raise ShapeError(f"{name}: got {got!r}, expected one of {', '.join(map(str, legal))}")
+
+
+def _recipe(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor | None, scale_b: torch.Tensor | None) -> str | None:
+    """Which fp8 recipe the scales' shapes spell. Backends check the details."""
+    if scale_a is None and scale_b is None:
+        return None
+    if scale_a is None or scale_b is None:
+        raise ShapeError("got one of scale_a and scale_b, expected both or none")
+    m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
+    blocks = -(-k // 128)
+    shapes = (tuple(scale_a.shape[-2:]), tuple(scale_b.shape[-2:]))
+    if scale_a.numel() == 1 and scale_b.numel() == 1:
+        return "tensor"
+    table = {((m, 1), (1, n)): "row", ((m, blocks), (blocks, -(-n // 128))): "block_128x128", ((m, blocks), (blocks, n)): "block_1x128"}
+    if shapes not in table:
+        listed = "; ".join(f"{x} with {y}" for x, y in table)
+        raise ShapeError(f"got scale_a {shapes[0]} and scale_b {shapes[1]}, expected scalars or one of: {listed}")
+    return table[shapes]

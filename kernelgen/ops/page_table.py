@@ -1,0 +1,171 @@
+"""PageTable: which pages of a paged cache hold each request's keys, and how many of them are in use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from kernelgen.errors import DeviceError, DtypeError, ShapeError
+from kernelgen.ops.checks import check_rank, shape_text
+from kernelgen.settings import settings
+
+Lengths = torch.Tensor | Sequence[int]
+
+
+@dataclass(frozen=True, eq=False)
+class PageTable:
+    """The pages of B requests, in one of two forms; make one with ``from_csr``, ``from_blocks`` or ``contiguous``.
+
+    csr      kv_indptr (B + 1), kv_indices (>= kv_indptr[-1]), kv_last_page_len (B)
+    blocks   block_tables (B, max_pages), seq_lens (B)
+
+    All int32. The page numbers (kv_indices, block_tables) lie on the cache's device; the lengths there or on the host,
+    where a plan reads them without a sync. Entries past a request's pages are never read. Lengths on the host are
+    checked at once, those on a device under KERNELGEN_CHECK=1.
+    """
+
+    page_size: int
+    kv_indptr: torch.Tensor | None = None
+    kv_indices: torch.Tensor | None = None
+    kv_last_page_len: torch.Tensor | None = None
+    block_tables: torch.Tensor | None = None
+    seq_lens: torch.Tensor | None = None
+
+    @classmethod
+    def from_csr(
+        cls, kv_indptr: Lengths, kv_indices: torch.Tensor | Sequence[int], kv_last_page_len: Lengths, page_size: int,
+    ) -> PageTable:
+        """kv_indptr (B + 1) starts in kv_indices, which holds page numbers; kv_last_page_len (B) tokens of the last page.
+
+        Integer tensors (int64 is converted once) or plain sequences. A request with pages has a last length of 1 ..
+        page_size; that of a request without pages is not looked at. Raises ShapeError, DtypeError, DeviceError.
+        """
+        _check_page_size("page_size", page_size)
+        indptr, indices = index_values("kv_indptr", kv_indptr), index_values("kv_indices", kv_indices)
+        last = index_values("kv_last_page_len", kv_last_page_len)
+        _check_devices(indices, kv_indptr=indptr, kv_last_page_len=last)
+        if indptr.shape[0] == 0 or last.shape[0] != indptr.shape[0] - 1:
+            raise ShapeError(f"got kv_indptr {shape_text(indptr)}, kv_last_page_len {shape_text(last)}, expected (B + 1) and (B)")
+        table = cls(page_size, kv_indptr=indptr, kv_indices=indices, kv_last_page_len=last)
+        if _may_read(indptr, last):
+            _check_csr(indptr.cpu(), last.cpu(), indices.shape[0], page_size)
+        return table
+
+    @classmethod
+    def from_blocks(cls, block_tables: torch.Tensor, seq_lens: Lengths, page_size: int) -> PageTable:
+        """block_tables (B, max_pages) page numbers, seq_lens (B) keys in use, each at most max_pages * page_size.
+
+        Raises ShapeError, DtypeError, DeviceError.
+        """
+        _check_page_size("page_size", page_size)
+        blocks, lengths = index_values("block_tables", block_tables, rank=2), index_values("seq_lens", seq_lens)
+        _check_devices(blocks, seq_lens=lengths)
+        batch, width = blocks.shape
+        if lengths.shape[0] != batch:
+            raise ShapeError(f"seq_lens: got {lengths.shape[0]} lengths, expected {batch}, one per row of block_tables")
+        if _may_read(lengths):
+            _check_range("seq_lens", lengths.cpu(), 0, width * page_size, f"{width} pages of {page_size}")
+        return cls(page_size, block_tables=blocks, seq_lens=lengths)
+
+    @classmethod
+    def contiguous(cls, seq_lens: Lengths, capacity: int, *, device: torch.device | str | None = None) -> PageTable:
+        """A dense cache (B, capacity, Hkv, D) seen as one page per request, of which seq_lens (B) tokens are in use.
+
+        ``device``: the cache's; default that of seq_lens. Raises ShapeError, DtypeError.
+        """
+        _check_page_size("capacity", capacity)
+        lengths = index_values("seq_lens", seq_lens)
+        where = lengths.device if device is None else torch.device(device)
+        return cls.from_blocks(torch.arange(lengths.shape[0], dtype=torch.int32, device=where).unsqueeze(1), lengths, capacity)
+
+    @property
+    def form(self) -> str:
+        """"csr" or "blocks"."""
+        return "blocks" if self.kv_indptr is None else "csr"
+
+    @property
+    def batch(self) -> int:
+        if self.kv_indptr is not None:
+            return self.kv_indptr.shape[0] - 1
+        assert self.seq_lens is not None
+        return self.seq_lens.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the page numbers are."""
+        pages = self.kv_indices if self.kv_indices is not None else self.block_tables
+        assert pages is not None
+        return pages.device
+
+    def host_lengths(self) -> list[int] | None:
+        """Keys in use of each request, or None where reading them would be a device sync."""
+        if self.seq_lens is not None:
+            return [int(n) for n in self.seq_lens.tolist()] if self.seq_lens.device.type == "cpu" else None
+        assert self.kv_indptr is not None and self.kv_last_page_len is not None
+        if self.kv_indptr.device.type != "cpu" or self.kv_last_page_len.device.type != "cpu":
+            return None
+        pages = self.kv_indptr.diff()
+        return [int(n) for n in torch.where(pages > 0, (pages - 1) * self.page_size + self.kv_last_page_len, 0).tolist()]
+
+    def copy(self) -> PageTable:
+        """The same table in memory of its own, so that later writes to the caller's tensors do not reach it."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        copies: dict[str, Any] = {name: t.clone() for name, t in values.items() if isinstance(t, torch.Tensor)}
+        return replace(self, **copies)
+
+    def __str__(self) -> str:
+        return f"PageTable({self.form}, {self.batch} requests, pages of {self.page_size}, {self.device})"
+
+
+def _check_page_size(name: str, size: int) -> None:
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ShapeError(f"{name}: got {size!r}, expected a whole number of at least 1")
+
+
+def index_values(name: str, values: torch.Tensor | Sequence[int], rank: int = 1) -> torch.Tensor:
+    """int32 and contiguous; a sequence becomes a tensor on the host."""
+    if not isinstance(values, torch.Tensor):
+        if rank != 1 or not isinstance(values, Sequence) or not all(isinstance(n, int) for n in values):
+            more = " or whole numbers" if rank == 1 else ""
+            raise DtypeError(f"{name}: got {type(values).__name__}, expected an int32 tensor{more}")
+        values = torch.tensor(list(values), dtype=torch.int32)
+    if values.dtype not in (torch.int32, torch.int64):
+        raise DtypeError(f"{name}: got {values.dtype}, expected int32 (or int64, converted once)")
+    check_rank(name, values, rank, "(n)" if rank == 1 else "(B, max_pages)")
+    return values.to(torch.int32).contiguous()
+
+
+def _check_devices(pages: torch.Tensor, **lengths: torch.Tensor) -> None:
+    for name, t in lengths.items():
+        if t.device.type != "cpu" and t.device != pages.device:
+            raise DeviceError(f"{name} is on {t.device}, expected the host or {pages.device}, where the page numbers are")
+
+
+def _may_read(*tensors: torch.Tensor) -> bool:
+    """Values can be looked at: they are on the host, or the caller asked for checks that sync."""
+    kinds = {t.device.type for t in tensors}
+    return "meta" not in kinds and (kinds <= {"cpu"} or settings().check)
+
+
+def _check_range(name: str, values: torch.Tensor, low: int, high: int, why: str) -> None:
+    bad = ((values < low) | (values > high)).nonzero().flatten()
+    if bad.numel():
+        b = int(bad[0])
+        raise ShapeError(f"{name}: got {int(values[b])} for request {b}, expected {low} to {high} ({why})")
+
+
+def check_starts(name: str, starts: torch.Tensor, total: int | None, why: str) -> None:
+    """Cumulative lengths on the host: 0 first, never falling, ending at most at ``total``. Raises ShapeError."""
+    if starts.shape[0] == 0 or int(starts[0]) != 0 or bool((starts.diff() < 0).any()):
+        raise ShapeError(f"{name}: got {starts.tolist()[:8]}, expected B + 1 values that start at 0 and never fall")
+    if total is not None and int(starts[-1]) > total:
+        raise ShapeError(f"{name}: got {int(starts[-1])} at the end, expected at most {total}, {why}")
+
+
+def _check_csr(indptr: torch.Tensor, last: torch.Tensor, num_indices: int, page_size: int) -> None:
+    check_starts("kv_indptr", indptr, num_indices, "the length of kv_indices")
+    used = indptr.diff() > 0
+    _check_range("kv_last_page_len", torch.where(used, last, 1), 1, page_size, "the page size")

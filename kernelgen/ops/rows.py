@@ -1,0 +1,108 @@
+"""rmsnorm and silu_and_mul."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kernelgen.dispatch.decision import Decision
+from kernelgen.dispatch.select import choose, prepare
+from kernelgen.dtypes import dtype_name
+from kernelgen.errors import LayoutError, ShapeError
+from kernelgen.ops.checks import check_last_contiguous, check_output, check_tensors, shape_text
+from kernelgen.problems.common import alignment_of
+from kernelgen.problems.rows import RmsNormProblem, SiluAndMulProblem
+from kernelgen.targets import Target, target_of
+from kernelgen.tensors import RmsNormTensors, SiluAndMulTensors
+
+
+def rmsnorm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None, backend: str = "auto",
+) -> torch.Tensor:
+    """x / sqrt(mean(x ** 2) + eps) * weight over the last dimension, computed in float32 (Zhang and Sennrich 2019).
+
+    x (.., H), weight (H). With ``residual`` (shape of x) x + residual is written back to residual and normalised.
+    Returns (.., H) in x's dtype. Raises ShapeError, DtypeError, DeviceError, LayoutError, NoBackendError.
+    """
+    problem, tensors = _describe_rmsnorm(x, weight, eps, residual, out)
+    _, run = prepare(problem, target_of(x.device), backend, tensors)
+    run(tensors)
+    return tensors.out.view(x.shape) if out is None else out
+
+
+def silu_and_mul(x: torch.Tensor, *, out: torch.Tensor | None = None, backend: str = "auto") -> torch.Tensor:
+    """silu(x[.., :I]) * x[.., I:] for x (.., 2 I), computed in float32. Returns (.., I) in x's dtype.
+
+    Raises ShapeError for an odd last dimension, DtypeError, DeviceError, LayoutError, NoBackendError.
+    """
+    problem, tensors = _describe_silu(x, out)
+    _, run = prepare(problem, target_of(x.device), backend, tensors)
+    run(tensors)
+    return tensors.out.view(*x.shape[:-1], problem.width) if out is None else out
+
+
+def explain_rmsnorm(*args: Any, target: Target, backend: str, live: bool, **kwargs: Any) -> Decision:
+    """The decision for an rmsnorm call, without running it."""
+    values = dict(weight=None, eps=1e-6, residual=None, out=None) | dict(zip(("x", "weight", "eps"), args)) | kwargs
+    if values["weight"] is None:
+        values["weight"] = torch.empty(values["x"].shape[-1], dtype=values["x"].dtype, device=values["x"].device)
+    return choose(_describe_rmsnorm(**values)[0], target, backend, live=live)
+
+
+def explain_silu_and_mul(*args: Any, target: Target, backend: str, live: bool, **kwargs: Any) -> Decision:
+    """The decision for a silu_and_mul call, without running it."""
+    return choose(_describe_silu(*args, kwargs.get("out"))[0], target, backend, live=live)
+
+
+def _rows(name: str, t: torch.Tensor) -> torch.Tensor:
+    """(.., W) as (rows, W) without a copy."""
+    if t.dim() == 0:
+        raise ShapeError(f"{name}: got a scalar, expected (.., H)")
+    check_last_contiguous(**{name: t})
+    if t.dim() == 2:
+        return t
+    try:
+        return t.view(-1, t.shape[-1]) if t.numel() else t.reshape(t.shape[:-1].numel(), t.shape[-1])
+    except RuntimeError as error:
+        raise LayoutError(
+            f"{name}: got strides {t.stride()} of {shape_text(t)}, whose leading dimensions do not fold into one; "
+            f"call {name}.contiguous()"
+        ) from error
+
+
+def _output(x: torch.Tensor, out: torch.Tensor | None, rows: int, width: int) -> torch.Tensor:
+    if out is None:
+        return torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    check_output("out", out, (*x.shape[:-1], width), x.dtype, x.device)
+    return _rows("out", out)
+
+
+def _describe_rmsnorm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, out: torch.Tensor | None,
+) -> tuple[RmsNormProblem, RmsNormTensors]:
+    check_tensors(x=x, weight=weight, residual=residual, out=out)
+    flat = _rows("x", x)
+    rows, width = flat.shape
+    if tuple(weight.shape) != (width,):
+        raise ShapeError(f"weight: got shape {shape_text(weight)}, expected ({width}), the last dimension of x")
+    check_last_contiguous(weight=weight)
+    if residual is not None:
+        check_output("residual", residual, tuple(x.shape), x.dtype, x.device)
+        residual = _rows("residual", residual)
+    result = _output(x, out, rows, width)
+    problem = RmsNormProblem(
+        rows, width, dtype_name(x.dtype), dtype_name(weight.dtype), residual is not None, alignment_of(flat, weight, residual, result))
+    return problem, RmsNormTensors(flat, weight, result, residual, float(eps))
+
+
+def _describe_silu(x: torch.Tensor, out: torch.Tensor | None) -> tuple[SiluAndMulProblem, SiluAndMulTensors]:
+    check_tensors(x=x, out=out)
+    flat = _rows("x", x)
+    rows, double = flat.shape
+    if double % 2:
+        raise ShapeError(f"x: got {double} in the last dimension of {shape_text(x)}, expected an even number (gate and up)")
+    result = _output(x, out, rows, double // 2)
+    problem = SiluAndMulProblem(rows, double // 2, dtype_name(x.dtype), alignment_of(flat, result))
+    return problem, SiluAndMulTensors(flat, result)

@@ -1,0 +1,96 @@
+"""MoeProblem and RouteProblem: a mixture-of-experts layer and its router, as CONTRACTS describes the calls, without tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kernelgen.problems.common import flag_words
+
+
+@dataclass(frozen=True)
+class RouteProblem:
+    """Router logits (tokens, experts) to k experts and their weights for each token.
+
+    method       "softmax", "topk_softmax", "sigmoid", "deepseek_v3" or "llama4"
+    bias         a selection bias is given
+    num_groups, topk_groups   grouped selection; None = one group
+    """
+
+    tokens: int
+    experts: int
+    k: int
+    dtype: str
+    method: str = "softmax"
+    renormalize: bool = True
+    bias: bool = False
+    num_groups: int | None = None
+    topk_groups: int | None = None
+    requires_grad: bool = False
+    alignment: int = 16
+
+    op = "route"
+
+    def __str__(self) -> str:
+        words = flag_words(renormalize=self.renormalize, bias=self.bias, grad=self.requires_grad)
+        if self.num_groups is not None:
+            words += f" groups={self.topk_groups}/{self.num_groups}"
+        return f"route[t={self.tokens} e={self.experts} k={self.k} {self.dtype} {self.method}{words}]"
+
+
+@dataclass(frozen=True)
+class MoeProblem:
+    """One mixture-of-experts layer.
+
+    tokens, hidden   x and out are (tokens, hidden)
+    experts          experts whose weights are here (local ones, with an expert map)
+    intermediate     I: w13 is (experts, 2 I, hidden), or (experts, I, hidden) for an ungated activation
+    k                slots of each token
+    weight_dtype     element type of w13 and w2;  scales: None, "tensor", "expert", "channel", "block_128x128" (fp8 recipe)
+    gate_up          "gate_first", "up_first" or "interleaved"; only gated activations look at it
+    limit            the activation clamps its inputs (always for swiglu_oai)
+    shared           intermediate size of the shared expert, None without one
+    expert_map       None, "table" (of every global expert) or "range" (of the local ones)
+    alignment        as in AttentionProblem, over x, w13, w2, out
+    """
+
+    tokens: int
+    hidden: int
+    intermediate: int
+    experts: int
+    k: int
+    x_dtype: str
+    weight_dtype: str
+    out_dtype: str
+    activation: str = "swiglu"
+    gated: bool = True
+    gate_up: str = "gate_first"
+    limit: bool = False
+    bias13: bool = False
+    bias2: bool = False
+    scales: str | None = None
+    shared: int | None = None
+    expert_map: str | None = None
+    weights_on_input: bool = False
+    deterministic: bool = True
+    requires_grad: bool = False
+    alignment: int = 16
+
+    op = "moe"
+
+    def __str__(self) -> str:
+        words = flag_words(
+            limit=self.limit, bias13=self.bias13, bias2=self.bias2, weights_on_input=self.weights_on_input,
+            nondeterministic=not self.deterministic, grad=self.requires_grad,
+        )
+        for label, value in (("scales", self.scales), ("shared", self.shared), ("map", self.expert_map)):
+            if value is not None:
+                words += f" {label}={value}"
+        if self.gated and self.gate_up != "gate_first":
+            words += f" {self.gate_up}"
+        if self.alignment < 16:
+            words += f" align={self.alignment}"
+        if self.out_dtype != self.x_dtype:
+            words += f" out={self.out_dtype}"
+        dtype = self.x_dtype if self.x_dtype == self.weight_dtype else f"{self.x_dtype}x{self.weight_dtype}"
+        return (f"moe[t={self.tokens} h={self.hidden} i={self.intermediate} e={self.experts} k={self.k} {dtype} "
+                f"{self.activation}{words}]")

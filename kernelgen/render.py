@@ -1,0 +1,163 @@
+"""Spec to source: Jinja with strict undefined names, the include closure, and a map back to template lines."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+import jinja2
+
+from kernelgen import __version__
+from kernelgen.errors import KernelgenError
+from kernelgen.specs import KernelSpec
+
+_INCLUDE = re.compile(r'^\s*#\s*include\s*[<"](kernelgen/[^>"]+)[>"]', re.MULTILINE)
+# Marks the template line that an output line came from; \x01 and \x02 cannot occur in a template.
+_MARK = re.compile("\x01([^\x01\x02]*):(\\d+)\x02")
+_TAG = re.compile(r"\{%.*?%\}|\{#.*?#\}|\{\{.*?\}\}", re.DOTALL)
+_BLOCK_ONLY = re.compile(r"\s*(?:(?:\{%.*?%\}|\{#.*?#\})\s*)+")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A rendered kernel.
+
+    text      the source without its banner: this is what the cache key sees
+    banner    provenance comment, written in front of the text
+    includes  (name, text) of every kernelgen header reached, sorted
+    lines     (template, line) of each line of ``text``, for error messages
+    file_name what the source is called in the artifact folder ("kernel.cu")
+    """
+
+    text: str
+    banner: str
+    includes: tuple[tuple[str, str], ...]
+    lines: tuple[tuple[str, int], ...]
+    file_name: str
+
+
+class RenderError(KernelgenError):
+    """A template could not be rendered: an undefined name, a syntax error; the message names file and line."""
+
+
+@lru_cache(maxsize=None)
+def template_text(path: str) -> str:
+    """Text of a file under templates/, wherever the package is installed. Raises RenderError if there is none."""
+    resource = files("kernelgen").joinpath("templates", *path.split("/"))
+    try:
+        return resource.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RenderError(f"template {path!r} is not in the package ({error.strerror}); reinstall kernelgen") from error
+
+
+def _with_marks(text: str, name: str) -> str:
+    """Append a line mark to each template line whose end lies outside a Jinja tag."""
+    inside: set[int] = set()
+    for match in _TAG.finditer(text):
+        start = text.count("\n", 0, match.start())
+        inside.update(range(start, start + match.group().count("\n")))
+    out = []
+    for number, line in enumerate(text.split("\n")):
+        block_only = _BLOCK_ONLY.fullmatch(line) is not None
+        out.append(line if number in inside or block_only else f"{line}\x01{name}:{number + 1}\x02")
+    return "\n".join(out)
+
+
+class _Loader(jinja2.BaseLoader):
+    def get_source(self, environment: jinja2.Environment, template: str) -> tuple[str, str, Any]:
+        return _with_marks(template_text(template), template), template, lambda: True
+
+
+@lru_cache(maxsize=1)
+def _environment() -> jinja2.Environment:
+    # The output is C++ for a compiler, not HTML: nothing to escape.
+    return jinja2.Environment(
+        loader=_Loader(), undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+        autoescape=False,
+    )
+
+
+def _unmark(marked: str, template: str) -> tuple[str, tuple[tuple[str, int], ...]]:
+    """Strip the marks. A line without one belongs to the next mark: it is part of an expression of several lines."""
+    lines: list[str] = []
+    origins: list[tuple[str, int]] = []
+    current = (template, template_text(template).count("\n") + 1)
+    for line in reversed(marked.split("\n")):
+        marks = _MARK.findall(line)
+        if marks:
+            current = (marks[-1][0], int(marks[-1][1]))
+        lines.append(_MARK.sub("", line))
+        origins.append(current)
+    return "\n".join(reversed(lines)), tuple(reversed(origins))
+
+
+def include_closure(text: str) -> tuple[tuple[str, str], ...]:
+    """Every kernelgen header that ``text`` reaches, as (name, content), sorted by name."""
+    found: dict[str, str] = {}
+    pending = _INCLUDE.findall(text)
+    while pending:
+        name = pending.pop()
+        if name not in found:
+            found[name] = template_text(f"include/{name}")
+            pending += _INCLUDE.findall(found[name])
+    return tuple(sorted(found.items()))
+
+
+@lru_cache(maxsize=1024)
+def render(spec: KernelSpec) -> Source:
+    """Render a spec. Raises RenderError with template, line and the reason."""
+    values = dict(spec.parameters)
+    values["layout_assertions"] = spec.params.assertions(spec.params_type)
+    try:
+        marked = _environment().get_template(spec.template).render(values)
+    except jinja2.TemplateSyntaxError as error:
+        raise RenderError(f"templates/{error.name}:{error.lineno}: {error.message}") from error
+    except jinja2.UndefinedError as error:
+        line = _failing_line(error, spec.template)
+        raise RenderError(
+            f"templates/{spec.template}:{line}: {error.message}; spec {spec.name} supplies {', '.join(sorted(values))}"
+        ) from error
+    text, lines = _unmark(marked, spec.template)
+    suffix = spec.template.removesuffix(".jinja").rsplit(".", 1)[-1]
+    return Source(text, _banner(spec), include_closure(text), lines, f"kernel.{suffix}")
+
+
+def _failing_line(error: BaseException, template: str) -> int:
+    line = 0
+    trace = error.__traceback__
+    while trace:
+        if trace.tb_frame.f_code.co_filename == template:
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return line
+
+
+def _banner(spec: KernelSpec) -> str:
+    parameters = " ".join(f"{name}={value}" for name, value in spec.parameters)
+    comment = "#" if spec.template.endswith(".py.jinja") else "//"
+    return (
+        f"{comment} generated by kernelgen {__version__} from templates/{spec.template}\n"
+        f"{comment} spec: {spec}   rebuild: see build.log beside this file\n"
+        f"{comment} parameters: {parameters}\n"
+    )
+
+
+def explain_lines(source: Source, compiler_text: str) -> str:
+    """Compiler text with `kernel.cu:12` followed by the template line it came from."""
+    shift = source.banner.count("\n")
+
+    def origin(match: re.Match[str]) -> str:
+        number = int(match.group("line") or match.group("paren")) - shift
+        if not 1 <= number <= len(source.lines):
+            return match.group()
+        template, line = source.lines[number - 1]
+        return f"{match.group()} [templates/{template}:{line}]"
+
+    # g++ says kernel.cc:12:5, NVRTC kernel.cu(12).
+    pattern = re.escape(source.file_name) + r"(?::(?P<line>\d+)(?::\d+)?|\((?P<paren>\d+)\))"
+    text = re.sub(pattern, origin, compiler_text)
+    # Headers are named as included; say where they lie in the repository.
+    return re.sub(r"(?<![\w/])(?:include/)?(kernelgen/[\w/]+\.(?:cuh|h)\b)", r"templates/include/\1", text)

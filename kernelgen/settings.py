@@ -1,0 +1,133 @@
+"""Environment settings: one typed, frozen object, read once.
+
+``settings()`` is what the rest of the package asks. Nothing else reads ``KERNELGEN_*`` variables, so
+``kernelgen env`` can list them all, and a misspelt one is reported instead of being ignored.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Iterator
+
+from kernelgen.errors import SettingsError
+
+logger = logging.getLogger("kernelgen")
+
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+def _bool(name: str, text: str) -> bool:
+    if text.lower() in _TRUE:
+        return True
+    if text.lower() in _FALSE:
+        return False
+    raise SettingsError(f"{name}={text!r}: expected one of {', '.join(_TRUE + _FALSE)}")
+
+
+def _positive(name: str, text: str) -> int:
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise SettingsError(f"{name}={text!r}: expected a whole number of at least 1")
+
+
+def _path(name: str, text: str) -> Path:
+    return Path(os.path.expanduser(text))
+
+
+def _paths(name: str, text: str) -> tuple[Path, ...]:
+    return tuple(Path(os.path.expanduser(part)) for part in text.split(":") if part)
+
+
+def _cuda_home(name: str, text: str) -> Path:
+    """One existing folder. A PATH-like value (a stray ':') would reach the compiler as a broken include path."""
+    if ":" in text:
+        raise SettingsError(f"{name}={text!r}: expected one folder, got a list joined by ':'; name a single toolkit")
+    path = Path(text)
+    if not path.is_dir():
+        raise SettingsError(f"{name}={text!r}: no such folder; unset {name} to use the toolkit that pip installed")
+    return path
+
+
+_BACKENDS = ("auto", "generated", "reference", "torch", "cudnn", "cublaslt", "flash_attn_2", "flash_attn_3",
+             "flash_attn_4", "flashinfer", "triton")
+
+
+def _backend(name: str, text: str) -> str:
+    if text in _BACKENDS:
+        return text
+    raise SettingsError(f"{name}={text!r}: expected one of {', '.join(_BACKENDS)}")
+
+
+def _setting(variable: str, parse: Callable[[str, str], Any], default: Any, help: str) -> Any:
+    return field(default=default, metadata={"variable": variable, "parse": parse, "help": help})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The environment as kernelgen sees it. Each field names its variable, its parser and its meaning."""
+
+    cache_dir: Path | None = _setting("KERNELGEN_CACHE_DIR", _path, None, "folder of the writable kernel cache")
+    cache_layers: tuple[Path, ...] = _setting(
+        "KERNELGEN_CACHE_LAYERS", _paths, (), "read-only cache bundles, joined by ':', searched before the cache")
+    lock_dir: Path | None = _setting("KERNELGEN_LOCK_DIR", _path, None, "folder of the build locks (default: in the cache)")
+    jit: bool = _setting("KERNELGEN_JIT", _bool, True, "0: never compile, only load what is cached or prebuilt")
+    max_jobs: int | None = _setting("KERNELGEN_MAX_JOBS", _positive, None, "most compile jobs at a time")
+    check: bool = _setting("KERNELGEN_CHECK", _bool, False, "1: check tensor contents too (costs device syncs)")
+    backend: str = _setting("KERNELGEN_BACKEND", _backend, "auto", "backend of calls that say backend='auto'")
+    cpu_isa: str | None = _setting(
+        "KERNELGEN_CPU_ISA", lambda n, t: _isa(n, t), None, "CPU instruction level, e.g. x86-64-v3 (default: best present)")
+    cxx: str | None = _setting("CXX", lambda n, t: t, None, "C++ compiler command of the CPU backend (may carry arguments)")
+    cuda_home: Path | None = _setting("CUDA_HOME", _cuda_home, None, "CUDA toolkit whose headers NVRTC uses")
+
+
+def _isa(name: str, text: str) -> str:
+    from kernelgen.targets import CPU_ISA_LEVELS
+
+    if text in CPU_ISA_LEVELS:
+        return text
+    raise SettingsError(f"{name}={text!r}: expected one of {', '.join(CPU_ISA_LEVELS)}")
+
+
+def read(environment: Mapping[str, str]) -> Settings:
+    """Parse ``environment``. An empty value counts as unset. Raises SettingsError naming the variable."""
+    values = {}
+    known = {f.metadata["variable"]: f for f in fields(Settings)}
+    for variable, f in known.items():
+        text = environment.get(variable, "")
+        if text:
+            values[f.name] = f.metadata["parse"](variable, text)
+    for variable in sorted(environment):
+        if variable.startswith("KERNELGEN_") and variable not in known:
+            near = difflib.get_close_matches(variable, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else "; `kernelgen env` lists the known ones"
+            logger.warning("unknown variable %s is ignored%s", variable, hint)
+    return Settings(**values)
+
+
+_current: Settings | None = None
+
+
+def settings() -> Settings:
+    """The settings of this process, read from the environment at the first call."""
+    global _current
+    if _current is None:
+        _current = read(os.environ)
+    return _current
+
+
+@contextmanager
+def override(**changes: Any) -> Iterator[Settings]:
+    """Replace fields for a ``with`` block (tests, prebuild). Not thread-safe: it changes the process's settings."""
+    global _current
+    before = settings()
+    _current = replace(before, **changes)
+    try:
+        yield _current
+    finally:
+        _current = before

@@ -1,0 +1,117 @@
+"""The C++ toolchain: generated C++17 to a shared library with plain extern "C" entries."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import time
+from functools import lru_cache
+from pathlib import Path
+
+from kernelgen.cache.keys import Request, ToolchainId
+from kernelgen.cache.store import Artifact, BuildOutput
+from kernelgen.errors import ToolchainMissing
+from kernelgen.launch.cpu import CpuKernel, load_cpu_kernel
+from kernelgen.render import Source
+from kernelgen.settings import settings
+from kernelgen.specs import KernelSpec
+from kernelgen.targets import CPU_ISA_LEVELS, Target
+from kernelgen.toolchains.base import PARAMS_ABI, Toolchain, compile_error
+
+_CANDIDATES = ("c++", "g++", "clang++")
+# -ffp-contract=fast lets the compiler fuse multiply-add, as every BLAS does; inf and NaN keep their IEEE meaning.
+# -fno-math-errno: kernels never read errno, and sqrt becomes one instruction.
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno",
+          "-fno-exceptions", "-fno-rtti", "-Wall", "-Wno-psabi", "-Wno-unknown-pragmas")
+
+
+@lru_cache(maxsize=None)
+def _command(cxx: str | None) -> tuple[str, ...]:
+    """The compiler command. CXX may carry arguments ("ccache g++")."""
+    searched = []
+    for candidate in [cxx] if cxx else _CANDIDATES:
+        words = shlex.split(candidate)
+        searched.append(f"CXX={candidate}" if cxx else candidate)
+        if not words or shutil.which(words[0]) is None:
+            continue
+        probe = subprocess.run([*words, "--version"], capture_output=True, text=True, check=False)
+        if probe.returncode == 0 and probe.stdout.strip():
+            return tuple(words)
+    raise ToolchainMissing(
+        f"no C++17 compiler works: searched {', '.join(searched)} on PATH={os.environ.get('PATH', '')!r}; "
+        "install g++ or clang++, or set CXX to its command"
+    )
+
+
+@lru_cache(maxsize=None)
+def _version(command: tuple[str, ...]) -> str:
+    """First line of --version without the name it was called by: the same compiler under two names is one."""
+    text = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    machine = subprocess.run([*command, "-dumpmachine"], capture_output=True, text=True, check=False).stdout.strip()
+    kind = "clang" if "clang" in text.lower() else "gcc"
+    words = text.split(" ", 1)
+    return f"{kind} {words[1] if kind == 'gcc' and len(words) > 1 else text} {machine}"
+
+
+class Cxx(Toolchain):
+    name = "cxx"
+
+    def command(self) -> tuple[str, ...]:
+        """Compiler command words. Raises ToolchainMissing."""
+        return _command(settings().cxx)
+
+    def identity(self) -> ToolchainId:
+        return ToolchainId("cxx", _version(self.command()), PARAMS_ABI)
+
+    def flags(self, target: Target) -> tuple[str, ...]:
+        return _FLAGS + CPU_ISA_LEVELS[target.isa][0]
+
+    def compile(self, source: Source, request: Request, folder: Path) -> BuildOutput:
+        for name, text in source.includes:
+            path = folder / "include" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        # Relative names and no shell: the folder's own path may hold spaces, '$' or '#'.
+        command = [*self.command(), *request.flags, "-Iinclude", source.file_name, "-o", "kernel.so"]
+        what = f"{request.name} for {request.target} (cxx)"
+        seconds = run_compiler(command, folder, source, what)
+        return BuildOutput("kernel.so", {"seconds": seconds})
+
+    def load(self, spec: KernelSpec, artifact: Artifact) -> CpuKernel:
+        return load_cpu_kernel(spec, artifact.file("kernel.so"))
+
+
+def run_compiler(command: list[str], folder: Path, source: Source, what: str) -> float:
+    """Run a compiler in ``folder``, write build.log, check status and product (the last argument). Returns seconds."""
+    start = time.perf_counter()
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=_compiler_environment())
+    seconds = time.perf_counter() - start
+    output = done.stdout + done.stderr
+    (folder / "build.log").write_text(f"$ {shlex.join(command)}\n{output}\nexit status {done.returncode}\n", encoding="utf-8")
+    product = folder / command[-1]
+    if done.returncode == 0 and product.is_file() and product.stat().st_size > 0:
+        return seconds
+    status, hint = f"exit status {done.returncode}", ""
+    if done.returncode in (-9, 137) or "Killed signal" in output:
+        status = "killed (signal 9)"
+        hint = "the system most likely ran out of memory; set KERNELGEN_MAX_JOBS=1 to compile one kernel at a time"
+    elif done.returncode < 0:
+        status = f"killed by signal {-done.returncode}"
+    elif done.returncode == 0:
+        status = f"exit status 0, but no {command[-1]} was written"
+        hint = "the command is not a working compiler"
+    elif "No space left on device" in output:
+        hint = "the disk is full; free space or set KERNELGEN_CACHE_DIR to another disk"
+    raise compile_error(what=what, command=command, output=output, source=source, folder=folder, status=status, hint=hint)
+
+
+def _compiler_environment() -> dict[str, str]:
+    """The caller's environment with messages in English and without variables that change code generation unseen."""
+    hidden = ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "GCC_EXEC_PREFIX", "COMPILER_PATH")
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    return environment | {"LC_ALL": "C"}
+
+
+TOOLCHAIN = Cxx()

@@ -1,0 +1,57 @@
+"""Builds the launcher into the wheel, so that a user with a GPU needs no host compiler. Everything else: pyproject.toml."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.build_py import build_py
+
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError:  # setuptools before 70.1
+    from wheel.bdist_wheel import bdist_wheel
+
+# kernelgen/launch/host.py builds the same file with the same flags from a checkout.
+FLAGS = ["-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-s"]
+
+
+def build_launcher(target: Path) -> bool:
+    """Compile templates/host/launcher.cc. False, with a message, where there is no compiler or no TVM-FFI."""
+    compiler = next((c for c in ("c++", "g++", "clang++") if shutil.which(c)), None)
+    try:
+        from tvm_ffi import libinfo
+    except ImportError:
+        compiler = None
+    if compiler is None:
+        print("kernelgen: no C++ compiler or no apache-tvm-ffi: the launcher is built at first use instead", file=sys.stderr)
+        return False
+    target.parent.mkdir(parents=True, exist_ok=True)
+    command = [compiler, *FLAGS, "-Itemplates/include", "-I", libinfo.find_include_path(), "templates/host/launcher.cc",
+               "-ldl", "-o", str(target)]
+    subprocess.run(command, check=True)
+    return True
+
+
+class BuildWithLauncher(build_py):
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            build_launcher(Path(self.build_lib) / "kernelgen" / "_lib" / "launcher.so")
+
+
+class PlatformWheel(bdist_wheel):
+    """The launcher is a Linux x86-64 library but needs no particular Python."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.root_is_pure = False
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+setup(cmdclass={"build_py": BuildWithLauncher, "bdist_wheel": PlatformWheel})

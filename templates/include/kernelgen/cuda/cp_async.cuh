@@ -1,0 +1,54 @@
+// Asynchronous copies from global to shared memory (cp.async, sm_80 and later), with zero-fill.
+//
+// A thread's copies become visible to itself after cp_async_wait, to the block after a barrier that follows it.
+#pragma once
+
+#include <kernelgen/cuda/types.cuh>
+
+namespace kernelgen {
+
+// Copies 16 bytes, or writes 16 zero bytes when `valid` is false; `source` is then not read, but must still be a
+// legal address form (pass the tensor's base).
+__device__ inline void cp_async_16(uint32_t shared, const void* source, bool valid = true) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(source),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+// The same for data that is aligned to `Alignment` bytes only: 16 bytes in pieces of that size. There is no cp.async
+// of 2 bytes: that class loads through registers and is synchronous.
+template <int Alignment>
+__device__ inline void copy_16_aligned(uint32_t shared, const void* source, bool valid = true) {
+  static_assert(Alignment == 2 || Alignment == 4 || Alignment == 8 || Alignment == 16, "alignment class in bytes");
+  if constexpr (Alignment == 16) {
+    cp_async_16(shared, source, valid);
+  } else if constexpr (Alignment == 2) {
+    uint32_t words[4] = {0, 0, 0, 0};
+    if (valid) {
+      const uint16_t* halves = static_cast<const uint16_t*>(source);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) words[i] = halves[2 * i] | (static_cast<uint32_t>(halves[2 * i + 1]) << 16);
+    }
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(words[0]), "r"(words[1]),
+                 "r"(words[2]), "r"(words[3])
+                 : "memory");
+  } else {
+    const char* bytes = static_cast<const char*>(source);
+#pragma unroll
+    for (int i = 0; i < 16; i += Alignment) {
+      asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared + i), "l"(bytes + i), "n"(Alignment),
+                   "r"(valid ? Alignment : 0)
+                   : "memory");
+    }
+  }
+}
+
+__device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most `Pending` of the newest groups of this thread are unfinished.
+template <int Pending>
+__device__ inline void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
+
+}  // namespace kernelgen

@@ -1,0 +1,50 @@
+// Loads and stores of one 16-byte chunk or one 32-bit word in shared memory, and 16-byte stores to global memory that
+// are aligned to less.
+#pragma once
+
+#include <kernelgen/cuda/types.cuh>
+
+namespace kernelgen {
+
+__device__ inline void load_chunk(uint32_t (&words)[4], uint32_t shared) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(shared)
+               : "memory");
+}
+
+__device__ inline void store_chunk(uint32_t shared, const uint32_t (&words)[4]) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(words[0]), "r"(words[1]), "r"(words[2]),
+               "r"(words[3])
+               : "memory");
+}
+
+__device__ inline uint32_t load_word(uint32_t shared) {
+  uint32_t word;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(shared) : "memory");
+  return word;
+}
+
+__device__ inline void store_word(uint32_t shared, uint32_t word) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(word) : "memory");
+}
+
+// Stores 16 bytes to global memory aligned to `Alignment` bytes.
+template <int Alignment>
+__device__ inline void store_16_aligned(void* target, const uint32_t (&words)[4]) {
+  static_assert(Alignment == 2 || Alignment == 4 || Alignment == 8 || Alignment == 16, "alignment class in bytes");
+  if constexpr (Alignment == 16) {
+    *static_cast<uint4*>(target) = make_uint4(words[0], words[1], words[2], words[3]);
+  } else if constexpr (Alignment == 8) {
+    static_cast<uint2*>(target)[0] = make_uint2(words[0], words[1]);
+    static_cast<uint2*>(target)[1] = make_uint2(words[2], words[3]);
+  } else if constexpr (Alignment == 4) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) static_cast<uint32_t*>(target)[i] = words[i];
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) static_cast<uint16_t*>(target)[i] = static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16));
+  }
+}
+
+}  // namespace kernelgen

@@ -1,0 +1,222 @@
+"""Bundles: same bytes for the same entries, usable anywhere, and nothing harmful comes in."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import stat
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kernelgen.cache.bundles import MANIFEST, export_bundle, import_bundle
+from kernelgen.cache.maintenance import ls, verify
+from kernelgen.cache.store import BuildOutput, Store
+from kernelgen.cache.testing import STUB_TOOLCHAIN, StubCompiler, run_script, shared_folder, stub_request
+from kernelgen.errors import CacheError
+
+REQUESTS = [stub_request(f"int answer = {i};\n", name=f"gemm_{i}") for i in range(3)]
+KINDS = ["bundle.tar", "bundle.tar.gz", "bundle.tgz", "bundle"]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    made = Store(tmp_path / "root")
+    for request in REQUESTS:
+        made.get_or_build(request, STUB_TOOLCHAIN, StubCompiler(tmp_path / "calls"))
+    return made
+
+
+def refuse(folder: Path) -> BuildOutput:
+    raise AssertionError("must not build")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_round_trip(store: Store, tmp_path: Path, name: str) -> None:
+    report = export_bundle(store, tmp_path / name)
+    assert len(report.entries) == 3 and report.path == tmp_path / name
+    shutil.rmtree(store.root)
+    other = Store(tmp_path / "elsewhere" / "root")
+    done = import_bundle(other, tmp_path / name)
+    assert done.imported == report.entries and done.present == done.refused == ()
+    for request in REQUESTS:
+        artifact, built = other.get_or_build(request, STUB_TOOLCHAIN, refuse)
+        assert not built and artifact.read("kernel.bin") == b"compiled:" + request.source.encode()
+        assert stat.S_IMODE(artifact.path.stat().st_mode) == 0o700
+    assert import_bundle(other, tmp_path / name).present == report.entries
+    assert verify(other).problems == () and list(other.root.glob(".*")) == []
+
+
+@pytest.mark.parametrize("name", KINDS[:3])
+def test_same_entries_give_the_same_bytes(store: Store, tmp_path: Path, name: str) -> None:
+    moved = Store(tmp_path / "moved")
+    import_bundle(moved, export_bundle(store, tmp_path / "first").path)
+    for i, place in enumerate((store, moved)):
+        (tmp_path / str(i)).mkdir()
+        before = os.umask((0o022, 0o077)[i])
+        try:
+            export_bundle(place, tmp_path / str(i) / name)
+        finally:
+            os.umask(before)
+    assert (tmp_path / "0" / name).read_bytes() == (tmp_path / "1" / name).read_bytes()
+    assert str(tmp_path).encode() not in (tmp_path / "0" / name).read_bytes()
+
+
+def test_chosen_entries_only(store: Store, tmp_path: Path) -> None:
+    export_bundle(store, tmp_path / "some", [REQUESTS[0].key, "gemm_2"])
+    assert sorted(info.name for info in ls(Store(tmp_path / "some"))) == ["gemm_0", "gemm_2"]
+
+
+def test_export_refuses_what_it_must_not_do(store: Store, tmp_path: Path) -> None:
+    with pytest.raises(CacheError, match="no entry that matches moe"):
+        export_bundle(store, tmp_path / "none.tar", ["moe"])
+    (tmp_path / "there.tar").write_text("precious")
+    with pytest.raises(CacheError, match="is there already"):
+        export_bundle(store, tmp_path / "there.tar")
+    assert (tmp_path / "there.tar").read_text() == "precious"
+    (store.root / REQUESTS[0].key / STUB_TOOLCHAIN.key / "kernel.bin").write_bytes(b"broken")
+    with pytest.raises(CacheError, match="is broken"):
+        export_bundle(store, tmp_path / "broken.tar")
+    assert not (tmp_path / "broken.tar").exists() and list(tmp_path.glob(".broken*")) == []
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    with shared_folder() as folder:
+        yield folder
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="changes the user id of a child, which takes root")
+def test_folder_bundle_is_a_layer_for_another_user(store: Store, open_folder: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        layer = export_bundle(store, open_folder / "layer").path
+    finally:
+        os.umask(before)
+    script = """
+        import os, sys
+        from pathlib import Path
+        from kernelgen import settings
+        from kernelgen.cache.bundles import import_bundle
+        from kernelgen.cache.maintenance import prune, verify
+        from kernelgen.cache.store import Store
+        from kernelgen.cache.testing import STUB_TOOLCHAIN, stub_request
+        layer, own = map(Path, sys.argv[1:])
+        os.setgroups([]); os.setresgid(54321, 54321, 54321); os.setresuid(54321, 54321, 54321)
+        store, request = Store(own, [layer]), stub_request("int answer = 1;\\n")
+        artifact, built = store.get_or_build(request, STUB_TOOLCHAIN, None)
+        assert not built and artifact.path.is_relative_to(layer) and artifact.read("kernel.bin").endswith(b"1;\\n")
+        assert store.get(request, None).path.is_relative_to(layer)
+        assert verify(store).checked == 3 and not verify(store).problems
+        assert len(import_bundle(Store(own), layer).imported) == 3
+        assert len(prune(Store(own), max_size=0, in_use=0).removed) == 3
+    """
+    run_script(script, layer, open_folder / "own")
+
+
+def test_bundle_on_a_read_only_place_is_imported_with_own_modes(store: Store, tmp_path: Path) -> None:
+    layer = export_bundle(store, tmp_path / "layer").path
+    for path in (*layer.rglob("*"), layer):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    other = Store(tmp_path / "other")
+    import_bundle(other, layer)
+    assert all(path.stat().st_mode & 0o200 for path in other.root.rglob("*"))
+    for path in (layer, *layer.rglob("*")):
+        path.chmod(0o755)
+
+
+def test_files_that_an_entry_does_not_list_stay_behind(store: Store, tmp_path: Path) -> None:
+    layer = export_bundle(store, tmp_path / "layer").path
+    entry = layer / REQUESTS[0].key / STUB_TOOLCHAIN.key
+    (entry / "sitecustomize.py").write_text("raise SystemExit")
+    other = Store(tmp_path / "other")
+    import_bundle(other, layer)
+    assert list(other.root.rglob("sitecustomize.py")) == []
+
+
+@pytest.mark.parametrize("name", ["bundle.tar", "bundle"])
+def test_broken_entries_are_refused_and_the_others_come_in(store: Store, tmp_path: Path, name: str) -> None:
+    layer = export_bundle(store, tmp_path / "layer").path
+    (layer / REQUESTS[0].key / STUB_TOOLCHAIN.key / "kernel.bin").write_bytes(b"changed")
+    if name == "bundle.tar":
+        with tarfile.open(tmp_path / name, "w") as archive:  # as `tar cf bundle.tar .` packs it
+            archive.add(layer, ".")
+    else:
+        layer.rename(tmp_path / name)
+    other = Store(tmp_path / "other")
+    report = import_bundle(other, tmp_path / name)
+    assert len(report.imported) == 2
+    assert report.refused == ((f"{REQUESTS[0].key}/{STUB_TOOLCHAIN.key}",
+                               f"kernel.bin has 7 bytes, expected {9 + len(REQUESTS[0].source)}"),)
+    assert other.get(REQUESTS[0], STUB_TOOLCHAIN) is None and other.get(REQUESTS[1], STUB_TOOLCHAIN) is not None
+
+
+def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname, info.size = kind, link, 4 if kind == tarfile.REGTYPE else 0
+    return info
+
+
+ENTRY = f"{REQUESTS[0].key}/{STUB_TOOLCHAIN.key}"
+
+
+@pytest.mark.parametrize(("bad", "reason"), [
+    (member("../evil"), "it holds '../evil'"),
+    (member("/etc/evil"), "it holds '/etc/evil'"),
+    (member(f"{ENTRY}/../../../evil"), "it holds"),
+    (member(f"{ENTRY}/./x"), "it holds"),
+    (member("locks/evil"), "it holds 'locks/evil'"),
+    (member(f"{REQUESTS[0].key}/evil"), "it holds"),
+    (member(f"{ENTRY}/link", tarfile.SYMTYPE, "/etc"), "is a link or a device"),
+    (member(f"{ENTRY}/hard", tarfile.LNKTYPE, "/etc/passwd"), "is a link or a device"),
+    (member(f"{ENTRY}/pipe", tarfile.FIFOTYPE), "is a link or a device"),
+    (member(f"{ENTRY}/kernel.bin"), "twice"),
+], ids=lambda value: value if isinstance(value, str) else value.name[-12:])
+def test_hostile_tar_files_are_refused_as_a_whole(store: Store, tmp_path: Path, bad: tarfile.TarInfo, reason: str) -> None:
+    bundle = export_bundle(store, tmp_path / "bundle.tar").path
+    with tarfile.open(bundle, "a") as archive:
+        archive.addfile(bad, io.BytesIO(b"evil") if bad.isfile() else None)
+    other = Store(tmp_path / "deep" / "other")
+    with pytest.raises(CacheError, match=reason):
+        import_bundle(other, bundle)
+    assert list(other.root.iterdir()) == [] and list(tmp_path.rglob("evil")) == []
+
+
+def no_tar(path: Path) -> None:
+    path.write_bytes(b"no tar file")
+
+
+def truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:700])
+
+
+def without_manifest(path: Path) -> None:
+    with tarfile.open(path, "w") as archive:
+        archive.addfile(member(f"{ENTRY}/x"), io.BytesIO(b"1234"))
+
+
+def other_format(path: Path) -> None:
+    with tarfile.open(path, "w") as archive:
+        info = tarfile.TarInfo(MANIFEST)
+        info.size = len(b'{"format": 99}')
+        archive.addfile(info, io.BytesIO(b'{"format": 99}'))
+
+
+@pytest.mark.parametrize(("damage", "reason"), [
+    (no_tar, "damaged or no tar file"), (truncated, "damaged or no tar file|cannot be understood"),
+    (without_manifest, f"has no {MANIFEST}"), (other_format, "bundle format 99; this release reads 1"),
+])
+def test_files_that_are_no_bundle_are_named(store: Store, tmp_path: Path, damage: Callable[[Path], None], reason: str) -> None:
+    bundle = export_bundle(store, tmp_path / "bundle.tar").path
+    damage(bundle)
+    with pytest.raises(CacheError, match=reason) as refusal:
+        import_bundle(Store(tmp_path / "other"), bundle)
+    assert str(bundle) in str(refusal.value)
+
+
+def test_a_folder_that_is_no_bundle_is_named(store: Store, tmp_path: Path) -> None:
+    with pytest.raises(CacheError, match=f"{MANIFEST} cannot be read"):
+        import_bundle(Store(tmp_path / "other"), store.root)

@@ -1,0 +1,132 @@
+"""Dispatch: verdicts, scores, forcing, the table of reasons, and explain for machines that are not here."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import kernelgen
+from kernelgen import settings
+from kernelgen.cli import cli
+from kernelgen.dispatch import rules, select
+from kernelgen.dispatch.backends import backends
+from kernelgen.errors import NoBackendError, ShapeError, ToolchainMissing
+
+
+def _qkv(d: int = 64, dtype: torch.dtype = torch.float32, s: int = 17) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q = torch.randn(1, s, 4, d).to(dtype)
+    return q, torch.randn(1, s, 2, d).to(dtype), torch.randn(1, s, 2, d).to(dtype)
+
+
+def test_explain_on_a_machine_without_gpu() -> None:
+    decision = kernelgen.explain("attention", (2, 4096, 32, 128), (2, 4096, 8, 128), (2, 4096, 8, 128), causal=True, target="sm_90a")
+    assert decision.chosen is not None and decision.chosen.label == "generated attention/prefill_mma"
+    text = str(decision)
+    assert text.startswith("attention[b=2 hq=32 hkv=8 sq=4096 skv=4096 d=128 bf16 causal] on sm_90a")
+    assert "-> generated attention/prefill_mma" in text and "reference" in text and "torch" in text
+
+
+def test_rejections_name_value_and_limit() -> None:
+    decision = kernelgen.explain("attention", (1, 8, 2, 64), (1, 8, 2, 64), (1, 8, 2, 64), dtype="fp32", target="sm_90a")
+    row = next(c for c in decision.candidates if c.kernel == "attention/prefill_mma")
+    assert not row.verdict.ok and "fp32" in row.verdict.reason and "bf16" in row.verdict.reason
+    assert decision.chosen is not None and decision.chosen.backend == "torch"
+
+
+def test_cli_explain_as_in_the_readme() -> None:
+    arguments = "explain attention --q 2,4096,32,128 --kv-heads 8 --dtype bf16 --causal --target sm_90a"
+    shown = CliRunner().invoke(cli, arguments.split())
+    assert shown.exit_code == 0, shown.output
+    assert "-> generated attention/prefill_mma" in shown.output
+    data = json.loads(CliRunner().invoke(cli, [*arguments.split(), "--json"]).output)
+    assert data["target"] == "sm_90a" and sum(row["chosen"] for row in data["candidates"]) == 1
+
+
+@pytest.mark.parametrize("arguments", [
+    "explain gemm --mnk 512,4096,4096 --bias --activation silu --target sm_80", "explain rmsnorm --x 512,4096 --target sm_89",
+    "explain silu_and_mul --x 512,4096 --target cpu", "explain attention_varlen --q 512,32,128 --batch 4 --causal --target sm_90",
+])
+def test_cli_explain_other_ops(arguments: str) -> None:
+    shown = CliRunner().invoke(cli, arguments.split())
+    assert shown.exit_code == 0, (shown.output, shown.exception)
+    assert "-> generated" in shown.output
+
+
+def test_forced_backend_never_falls_back() -> None:
+    q, k, v = _qkv()
+    with pytest.raises(NoBackendError) as caught:
+        kernelgen.attention(q, k, v, soft_cap=5.0, backend="torch")
+    assert "soft-cap" in str(caught.value) and "Backends that can:" in str(caught.value) and "reference" in str(caught.value)
+
+
+def test_unknown_and_planned_backends() -> None:
+    q, k, v = _qkv()
+    with pytest.raises(NoBackendError, match=r"got backend='cuddn', expected 'auto' or one of .*did you mean 'cudnn'"):
+        kernelgen.attention(q, k, v, backend="cuddn")
+    with pytest.raises(NoBackendError, match="no adapter"):
+        kernelgen.attention(q, k, v, backend="cudnn")
+
+
+def test_every_candidate_finds_a_rule() -> None:
+    for name in backends():
+        problem = kernelgen.explain("rmsnorm", (4, 8), target="cpu").problem
+        points, note = rules.score(name, "", problem, kernelgen.Target.parse("cpu"))
+        assert points > 0 and note
+
+
+@pytest.mark.parametrize("backend", ["generated", "torch", "reference"])
+def test_all_backends_agree_on_causal_alignment(backend: str) -> None:
+    """B02: bottom-right alignment in every backend: row 0 of 2 queries sees keys 0..4 of 6, row 1 all."""
+    q, k = torch.randn(1, 2, 1, 8), torch.randn(1, 6, 1, 8)
+    v = torch.eye(6).reshape(1, 6, 1, 6)
+    v = torch.nn.functional.pad(v, (0, 2))
+    weights = kernelgen.attention(q, k, v, causal=True, backend=backend)[0, :, 0, :6]
+    assert (weights[0] > 0).tolist() == [True] * 5 + [False]
+    assert (weights[1] > 0).all()
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2))
+
+
+@pytest.mark.parametrize("backend", ["generated", "torch", "reference"])
+def test_all_backends_give_zero_for_empty_rows(backend: str) -> None:
+    q, k, v = _qkv(s=5)
+    out = kernelgen.attention(q, k[:, :3], v[:, :3], causal=True, backend=backend)
+    assert (out[0, :2] == 0).all() and out.isfinite().all()
+
+
+def test_missing_compiler_auto_says_why_and_forced_fails(caplog: pytest.LogCaptureFixture, fresh_cache: object) -> None:
+    """A39: without a compiler `auto` takes another backend and says so; a forced generated backend lists what was searched."""
+    q, k, v = _qkv()
+    expected = kernelgen.attention(q, k, v, causal=True, backend="reference")
+    with settings.override(cxx="/bin/false"), caplog.at_level(logging.WARNING, logger="kernelgen"):
+        select.forget()
+        torch.testing.assert_close(kernelgen.attention(q, k, v, causal=True), expected)
+        assert "no C++17 compiler works" in caplog.text and "CXX=/bin/false" in caplog.text
+        with pytest.raises((NoBackendError, ToolchainMissing), match="CXX=/bin/false"):
+            kernelgen.attention(q, k, v, causal=True, backend="generated")
+    select.forget()
+
+
+def test_compiler_command_with_arguments(fresh_cache: object) -> None:
+    """A39: CXX may carry arguments."""
+    q, k, v = _qkv()
+    with settings.override(cxx="env LC_ALL=C g++"):
+        select.forget()
+        out = kernelgen.silu_and_mul(q, backend="generated")
+    torch.testing.assert_close(out, kernelgen.silu_and_mul(q, backend="reference"))
+
+
+def test_decisions_are_remembered_and_hashable() -> None:
+    a = kernelgen.explain("gemm", (64, 64), (64, 64), target="sm_90a")
+    b = kernelgen.explain("gemm", (64, 64), (64, 64), target="sm_90a")
+    assert a is b and hash(a.problem) == hash(b.problem)
+
+
+def test_explain_refuses_unknown_ops_and_shapes() -> None:
+    with pytest.raises(ShapeError, match="got op 'atention'.*attention"):
+        kernelgen.explain("atention", (1, 2, 3, 8))
+    with pytest.raises(ShapeError, match="whole numbers"):
+        kernelgen.explain("gemm", (1.5, 2), (2, 2))

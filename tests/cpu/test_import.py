@@ -1,0 +1,80 @@
+"""Importing is cheap and touches nothing; every module and template is in the wheel."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def _run(code: str, **environment: str) -> str:
+    import os
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env={**os.environ, **environment}, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_creates_nothing_and_starts_no_cuda(tmp_path: Path) -> None:
+    """A18 and A29: no folder appears and no CUDA context exists after import."""
+    out = _run(
+        "import torch, kernelgen, os; from kernelgen.dispatch import backends; from kernelgen.kernels.base import all_families\n"
+        "print(torch.cuda.is_initialized(), os.listdir(os.environ['HOME']), os.path.exists(os.environ['KERNELGEN_CACHE_DIR']))",
+        HOME=str(tmp_path), KERNELGEN_CACHE_DIR=str(tmp_path / "cache"), XDG_CACHE_HOME=str(tmp_path / "xdg"),
+    )
+    assert out.split() == ["False", "[]", "False"]
+
+
+def test_import_is_quick_beyond_torch() -> None:
+    """PEERS: at most 0.3 s beyond torch. Best of three, as the machine is shared."""
+    code = "import torch, time; t = time.perf_counter(); import kernelgen; kernelgen.attention; print(time.perf_counter() - t)"
+    assert min(float(_run(code)) for _ in range(3)) < 0.3
+
+
+def test_public_names_exist() -> None:
+    import kernelgen
+
+    for name in kernelgen.__all__:
+        assert getattr(kernelgen, name) is not None
+    assert set(kernelgen._PUBLIC) <= set(kernelgen.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'atention'"):
+        kernelgen.atention  # noqa: B018
+
+
+def test_wheel_holds_every_module_template_and_the_launcher(tmp_path: Path) -> None:
+    """Build the wheel as an installer would, from the files git tracks, and compare; at most 1 MB."""
+    tracked = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    source = tmp_path / "source"
+    for name in filter(None, tracked):
+        origin, copy = ROOT / name, source / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if origin.is_symlink():
+            copy.symlink_to(origin.readlink())
+        elif origin.is_file():
+            copy.write_bytes(origin.read_bytes())
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(source)],
+        capture_output=True, text=True, check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.stat().st_size <= 1_000_000, f"{wheel.stat().st_size} bytes"
+    assert "none-linux_x86_64" in wheel.name
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert "kernelgen/_lib/launcher.so" in names
+    expected = set()
+    for name in filter(None, tracked):
+        path = Path(name)
+        top = path.parts[0]
+        if top in ("dispatch", "cache", "templates"):
+            path = Path("kernelgen") / path
+        elif top != "kernelgen":
+            continue
+        if (ROOT / name).is_file() and not (ROOT / name).is_symlink() and path.suffix in (".py", ".jinja", ".cuh", ".h", ".cc"):
+            expected.add(str(path))
+    assert expected - names == set()

@@ -1,0 +1,270 @@
+"""attention/prefill_mma on a GPU, through the public call: every feature against the float64 reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import kernelgen
+from kernelgen import build
+from kernelgen import reference as ref
+from kernelgen.kernels.attention import prefill_mma
+from kernelgen.problems.attention import AttentionProblem
+from kernelgen.targets import target_of
+from kernelgen.tensors import AttentionTensors
+from kernelgen.testing.data import (
+    cu_seqlens,
+    layouts,
+    packed_qkv,
+    poisoned_empty,
+    random_lengths,
+    random_tensor,
+    random_tensors,
+    seed_of,
+)
+from kernelgen.testing.tolerance import assert_attention_close, assert_bits_equal, assert_lse_close
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+BF16, FP16 = torch.bfloat16, torch.float16
+CUDA = "cuda"
+NAN, INF = float("nan"), float("inf")
+
+
+def inputs(b: int, sq: int, sk: int, hq: int, hkv: int, d: int, dv: int | None = None, dtype: torch.dtype = BF16, *,
+           seed: int, scale: float = 1.0) -> list[torch.Tensor]:
+    shapes = [(b, sq, hq, d), (b, sk, hkv, d), (b, sk, hkv, dv or d)]
+    return random_tensors(shapes, dtype, seed=seed, device=CUDA, scale=scale)
+
+
+def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, seed: int, what: str, **kwargs: Any) -> None:
+    """Run dense or ragged attention twice into poisoned outputs; compare with the reference and with itself."""
+    ragged = q.dim() == 3
+    ours, theirs = (kernelgen.attention_varlen, ref.attention_varlen) if ragged else (kernelgen.attention, ref.attention)
+    lengths = [kwargs.pop(name) for name in ("cu_seqlens_q", "cu_seqlens_k") if name in kwargs]
+    lse_shape = q.shape[:2] if ragged else (q.shape[0], q.shape[2], q.shape[1])
+    results = []
+    for _ in range(2):
+        out = poisoned_empty((*q.shape[:-1], v.shape[-1]), q.dtype, CUDA)
+        lse = poisoned_empty(lse_shape, torch.float32, CUDA)
+        ours(q, k, v, *lengths, out=out, lse=lse, return_lse=True, backend="generated", **kwargs)
+        results.append((out, lse))
+    (out, lse), (again, lse_again) = results
+    assert_bits_equal(again, out, what=f"{what}, second run")
+    assert_bits_equal(lse_again, lse, what=f"{what}, second run's lse")
+    exact, exact_lse = theirs(q, k, v, *lengths, return_lse=True, **kwargs)
+    plain, plain_lse = theirs(q, k, v, *lengths, return_lse=True, compute_dtype=torch.float32, p_dtype=v.dtype, **kwargs)
+    assert_attention_close(out, exact, plain.to(q.dtype), what=what, seed=seed)
+    assert_lse_close(lse, exact_lse, plain_lse, what=what, seed=seed)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d, dv", [(8, 8), (24, 24), (40, 40), (64, 64), (72, 72), (96, 96), (128, 128), (160, 160), (192, 192),
+                                   (200, 200), (256, 256), (264, 264), (384, 384), (512, 512), (192, 128), (64, 256), (128, 8),
+                                   (8, 512), (512, 8), (576, 512), (40, 264), (96, 328)])
+def test_head_dims(d: int, dv: int, causal: bool) -> None:
+    seed = seed_of("head_dims", d, dv, causal)
+    dtype = FP16 if d % 16 else BF16
+    check(*inputs(2, 133, 251, 4, 2, d, dv, dtype, seed=seed), seed=seed, what=f"d={d}/{dv} causal={causal}", causal=causal)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("sq, sk", [(1, 1), (1, 1000), (17, 17), (63, 65), (128, 128), (129, 127), (300, 100), (1000, 1),
+                                    (511, 513), (64, 0), (0, 64), (0, 0)])
+def test_lengths(sq: int, sk: int, causal: bool) -> None:
+    seed = seed_of("lengths", sq, sk, causal)
+    check(*inputs(2, sq, sk, 3, 3, 64, dtype=FP16, seed=seed), seed=seed, what=f"{sq}x{sk} causal={causal}", causal=causal)
+
+
+def test_no_requests() -> None:
+    q, k, v = inputs(0, 5, 7, 2, 2, 64, seed=1)
+    assert kernelgen.attention(q, k, v, backend="generated").shape == (0, 5, 2, 64)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [(0, 0), (5, 3), (100, None), (None, 50), (64, 64), (127, 0), (0, None), (33, 190)])
+@pytest.mark.parametrize("sq, sk", [(333, 400), (400, 259)])
+def test_windows(window: tuple[int | None, int | None], causal: bool, sq: int, sk: int) -> None:
+    seed = seed_of("windows", window, causal, sq)
+    check(*inputs(1, sq, sk, 4, 2, 96, seed=seed), seed=seed, what=f"window={window} causal={causal}", causal=causal,
+          window=window)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("cap, scale", [(15.0, None), (50.0, -0.3)])
+def test_soft_cap(cap: float, scale: float | None, causal: bool) -> None:
+    seed = seed_of("soft_cap", cap, causal)
+    check(*inputs(2, 200, 200, 4, 2, 128, seed=seed, scale=3.0), seed=seed, what=f"cap={cap} scale={scale} causal={causal}",
+          causal=causal, soft_cap=cap, scale=scale)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("scale", [0.0, -0.1, 2.0])
+def test_scales(scale: float, causal: bool) -> None:
+    seed = seed_of("scales", scale, causal)
+    check(*inputs(2, 200, 190, 4, 2, 128, dtype=FP16, seed=seed), seed=seed, what=f"scale={scale}", causal=causal, scale=scale)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_logits_near_minus_a_million(causal: bool) -> None:
+    seed = seed_of("huge", causal)
+    q, k, v = inputs(1, 150, 170, 2, 2, 64, seed=seed)
+    q, k = torch.full_like(q, 128.0), k * 0.5 - 122.0
+    check(q, k, v, seed=seed, what=f"logits near -1e6 causal={causal}", causal=causal, scale=1.0)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads", [(7, 1), (6, 2), (5, 5)])
+def test_head_groups(heads: tuple[int, int], causal: bool) -> None:
+    seed = seed_of("groups", heads, causal)
+    check(*inputs(2, 140, 150, *heads, 128, seed=seed), seed=seed, what=f"heads={heads}", causal=causal)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [None, (70, 30)])
+def test_kv_lens(causal: bool, window: tuple[int, int] | None) -> None:
+    seed = seed_of("kv_lens", causal, window)
+    lens = [300, 0, 1, 65, 128]
+    q, k, v = inputs(5, 200, 300, 4, 2, 128, seed=seed)
+    for b, n in enumerate(lens):
+        k[b, n:], v[b, n:] = INF, NAN
+    check(q, k, v, seed=seed, what=f"kv_lens causal={causal}", causal=causal, window=window,
+          kv_lens=torch.tensor(lens, dtype=torch.int32, device=CUDA))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("count, longest, window", [(1, 300, None), (7, 320, None), (7, 320, (40, 7)), (150, 170, None)])
+def test_ragged(count: int, longest: int, window: tuple[int, int] | None, causal: bool) -> None:
+    seed = seed_of("ragged", count, window, causal)
+    lens_q, lens_k = (random_lengths(count, longest, seed=seed + i) for i in (0, 1))
+    q, k, v = random_tensors([(sum(lens_q), 4, 80), (sum(lens_k), 2, 80), (sum(lens_k), 2, 80)], BF16, seed=seed, device=CUDA)
+    check(q, k, v, seed=seed, what=f"ragged {count} window={window} causal={causal}", causal=causal, window=window,
+          cu_seqlens_q=cu_seqlens(lens_q, CUDA), cu_seqlens_k=cu_seqlens(lens_k, CUDA))
+
+
+def test_ragged_rows_past_the_last_request_stay_unwritten() -> None:
+    q, k, v = random_tensors([(100, 2, 64)] * 3, FP16, seed=5, device=CUDA)
+    lengths = cu_seqlens([30, 0, 40], CUDA)
+    out = poisoned_empty(q.shape, FP16, CUDA)
+    kernelgen.attention_varlen(q, k, v, lengths, lengths, causal=True, out=out, backend="generated")
+    assert torch.isnan(out[70:]).all() and torch.isfinite(out[:70]).all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("layout", ["padded_rows", "odd_rows", "offset_by_one", "every_second_row", "swapped_storage"])
+@pytest.mark.parametrize("d", [72, 128])
+def test_layouts(layout: str, d: int, causal: bool) -> None:
+    seed = seed_of("layouts", layout, d, causal)
+    q, k, v = (layouts(x)[layout] for x in inputs(2, 130, 150, 4, 2, d, seed=seed))
+    check(q, k, v, seed=seed, what=f"{layout} d={d} causal={causal}", causal=causal)
+
+
+@pytest.mark.parametrize("shift", [1, 2, 4])
+def test_output_and_operands_of_every_alignment(shift: int) -> None:
+    """Rows aligned to 2, 4 and 8 bytes, for operands and for the output."""
+    seed = seed_of("alignment", shift)
+    q, k, v = (torch.cat([x[..., :shift], x], -1)[..., shift:] for x in inputs(2, 130, 150, 4, 2, 72, seed=seed))
+    out = poisoned_empty((2, 130, 4, 72 + shift), BF16, CUDA)
+    kernelgen.attention(q, k, v, causal=True, out=out[..., shift:], backend="generated")
+    assert torch.isnan(out[..., :shift]).all()
+    exact = ref.attention(q, k, v, causal=True)
+    plain = ref.attention(q, k, v, causal=True, compute_dtype=torch.float32, p_dtype=BF16).to(BF16)
+    assert_attention_close(out[..., shift:], exact, plain, what=f"shift {shift}", seed=seed)
+
+
+def test_views_of_a_packed_projection_and_stride_0() -> None:
+    seed = seed_of("views")
+    q, k, v = packed_qkv((2, 150), 4, 2, 64, BF16, seed=seed, device=CUDA)
+    check(q, k, v, seed=seed, what="packed qkv", causal=True)
+    shared = random_tensor((1, 150, 1, 64), BF16, seed=seed, device=CUDA).expand(2, 150, 2, 64)
+    check(q, shared, shared, seed=seed, what="stride 0", causal=True)
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("values", [(NAN,), (INF,), (NAN, INF, -INF)])
+@pytest.mark.parametrize("causal, window", [(True, None), (False, (40, 10)), (True, (65, None)), (False, None)])
+def test_nonfinite_keys_and_values_reach_exactly_the_rows_that_see_them(
+    d: int, values: tuple[float, ...], causal: bool, window: tuple[int | None, int | None] | None
+) -> None:
+    seed = seed_of("nonfinite", d, values, causal, window)
+    q, k, v = inputs(1, 190, 250, 4, 2, d, seed=seed)
+    for i, j in enumerate([3, 61, 64, 130, 187, 222, 249]):
+        v[:, j, i % 2, 13 * i % d] = values[i % len(values)]
+    # NaN alone: an infinite key gives infinite logits, whose sign and softmax the reference shares only up to rounding.
+    k[:, 100, 1, 5] = k[:, 240, 1, 7] = NAN
+    out = poisoned_empty(q.shape, BF16, CUDA)
+    kernelgen.attention(q, k, v, causal=causal, window=window, out=out, backend="generated")
+    exact = ref.attention(q, k, v, causal=causal, window=window)
+    plain = ref.attention(q, k, v, causal=causal, window=window, compute_dtype=torch.float32, p_dtype=BF16).to(BF16)
+    assert_attention_close(out, exact, plain, what=f"values {values} causal={causal} window={window}", seed=seed)
+
+
+def every_config() -> list[tuple[int, prefill_mma.Config]]:
+    """(head dim, config) of every row of the tuned table, and schedules that it does not use."""
+    rows = [(min(limit, 512), config) for limit, configs in prefill_mma.TABLE for config in configs]
+    others = ((64, 64, 4, 3, True), (16, 16, 1, 1), (128, 48, 4, 4), (192, 32, 4, 2, True))
+    return rows + [(64, prefill_mma.Config(*shape)) for shape in others]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d, config", every_config(), ids=str)
+def test_every_config(d: int, config: prefill_mma.Config, causal: bool) -> None:
+    seed = seed_of("config", d, config, causal)
+    q, k, v = inputs(1, 301, 333, 4, 2, d, seed=seed)
+    v[:, 280, 0, 3] = NAN
+    problem = AttentionProblem("dense", 1, 301, 333, 4, 2, d, d, "bf16", "bf16", "bf16", causal=causal)
+    target = target_of(CUDA)
+    verdict = prefill_mma.legal(problem, target, config)
+    if not verdict:
+        pytest.skip(verdict.reason)
+    tensors = AttentionTensors(q, k, v, poisoned_empty(q.shape, BF16, CUDA), None, d**-0.5)
+    run = prefill_mma.bind(problem, config, build.kernel(prefill_mma.spec(problem, target, config)), tensors)
+    run(tensors)
+    exact = ref.attention(q, k, v, causal=causal)
+    plain = ref.attention(q, k, v, causal=causal, compute_dtype=torch.float32, p_dtype=BF16).to(BF16)
+    assert_attention_close(tensors.out, exact, plain, what=f"{config} d={d} causal={causal}", seed=seed)
+
+
+def test_batch_invariant_bits_do_not_depend_on_the_batch() -> None:
+    q, k, v = inputs(40, 200, 200, 8, 2, 128, seed=11)
+    together = kernelgen.attention(q, k, v, causal=True, batch_invariant=True, backend="generated")
+    for b in (0, 7, 39):
+        alone = kernelgen.attention(q[b:b + 1], k[b:b + 1], v[b:b + 1], causal=True, batch_invariant=True, backend="generated")
+        assert_bits_equal(alone[0], together[b], what=f"request {b}")
+
+
+def test_repeated_call_in_a_cuda_graph_and_on_another_stream() -> None:
+    q, k, v = inputs(2, 200, 200, 4, 2, 128, seed=12)
+    expected = kernelgen.attention(q, k, v, causal=True, backend="generated")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        on_stream = kernelgen.attention(q, k, v, causal=True, backend="generated")
+    stream.synchronize()
+    assert_bits_equal(on_stream, expected, what="other stream")
+    out = poisoned_empty(q.shape, BF16, CUDA)
+    graph = torch.cuda.CUDAGraph()
+    kernelgen.attention(q, k, v, causal=True, out=out, backend="generated")
+    out.fill_(NAN)
+    with torch.cuda.graph(graph):
+        kernelgen.attention(q, k, v, causal=True, out=out, backend="generated")
+    graph.replay()
+    assert_bits_equal(out, expected, what="graph replay")
+    with torch.no_grad():
+        q.copy_(torch.flip(q, (1,)))
+    graph.replay()
+    assert_bits_equal(out, kernelgen.attention(q, k, v, causal=True, backend="generated"), what="replay on new values")
+
+
+def test_what_the_kernel_refuses_names_the_value() -> None:
+    target = target_of(CUDA)
+    base = AttentionProblem("dense", 1, 8, 8, 2, 2, 64, 64, "bf16", "bf16", "bf16")
+    assert prefill_mma.supports(base, target)
+    fp32 = replace(base, q_dtype="fp32", kv_dtype="fp32", out_dtype="fp32")
+    for problem, words in ((fp32, "fp32"), (replace(base, head_dim=65), "65"), (replace(base, alibi=True), "alibi"),
+                           (replace(base, mask="dense"), "dense"), (replace(base, batch=70000), "70000")):
+        verdict = prefill_mma.supports(problem, target)
+        assert not verdict and words in verdict.reason
