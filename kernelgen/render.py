@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Any
 
@@ -43,7 +43,7 @@ class RenderError(KernelgenError):
     """A template could not be rendered: an undefined name, a syntax error; the message names file and line."""
 
 
-@lru_cache(maxsize=None)
+@cache
 def template_text(path: str) -> str:
     """Text of a file under templates/, wherever the package is installed. Raises RenderError if there is none."""
     resource = files("kernelgen").joinpath("templates", *path.split("/"))

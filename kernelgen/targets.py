@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
@@ -111,7 +111,7 @@ def _cpu_target() -> Target:
     return Target(f"cpu-{settings().cpu_isa or present_cpu_isa()}", torch.get_num_threads())
 
 
-@lru_cache(maxsize=None)
+@cache
 def _cuda_target(index: int) -> Target:
     properties = torch.cuda.get_device_properties(index)
     capability = properties.major * 10 + properties.minor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from kernelgen import build
@@ -18,7 +18,7 @@ from kernelgen.toolchains.base import PARAMS_ABI
 from kernelgen.verdicts import Verdict, no, yes
 
 
-@lru_cache(maxsize=None)
+@cache
 def _toolchain_problem(name: str, cxx: str | None) -> str:
     """Why a toolchain cannot compile here, or "". ``cxx`` only keys the memo: the compiler setting may change in tests."""
     try:

@@ -43,6 +43,9 @@ def _gemm(problem: Any, t: Any) -> Any:
         t.a, t.b if problem.batched_b else t.b[0], bias=t.bias, activation=problem.activation, gate_up=problem.gate_up,
         c=t.c, beta=t.beta, scale_a=t.scale_a, scale_b=t.scale_b,
     )
+    if isinstance(result, tuple):
+        result, scale = result
+        t.out_scale.copy_(scale)
     if problem.requires_grad:
         return result.to(t.out.dtype)
     t.out.copy_(result)
@@ -53,7 +56,7 @@ def _rmsnorm(problem: Any, t: Any) -> None:
     from kernelgen import reference
 
     result = reference.rmsnorm(t.x, t.weight, t.eps, residual=t.residual)
-    if t.residual is not None:
+    if isinstance(result, tuple):
         result, total = result
         t.residual.copy_(total)
     t.out.copy_(result)

@@ -15,7 +15,8 @@ from kernelgen.verdicts import Verdict
 class LoadedKernel(Protocol):
     """A kernel that can run: made by a toolchain from an artifact."""
 
-    spec: KernelSpec
+    @property
+    def spec(self) -> KernelSpec: ...
 
 
 class Config(Protocol):

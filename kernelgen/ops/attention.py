@@ -11,7 +11,14 @@ from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DtypeError, ShapeError
 from kernelgen.ops.checks import (
-    check_dim, check_last_contiguous, check_output, check_rank, check_same_dtype, check_tensors, index_tensor, shape_text,
+    check_dim,
+    check_last_contiguous,
+    check_output,
+    check_rank,
+    check_same_dtype,
+    check_tensors,
+    index_tensor,
+    shape_text,
 )
 from kernelgen.ops.memo import layout_of, new_memo, remember
 from kernelgen.problems.attention import AttentionProblem

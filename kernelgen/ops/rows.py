@@ -53,7 +53,8 @@ def explain_rmsnorm(*args: Any, target: Target, backend: str, live: bool, **kwar
 
 def explain_silu_and_mul(*args: Any, target: Target, backend: str, live: bool, **kwargs: Any) -> Decision:
     """The decision for a silu_and_mul call, without running it."""
-    return choose(_describe_silu(*args, kwargs.get("out"))[0], target, backend, live=live)
+    values = dict(out=None) | dict(zip(("x",), args)) | kwargs
+    return choose(_describe_silu(**values)[0], target, backend, live=live)
 
 
 def _rows(name: str, t: torch.Tensor) -> torch.Tensor:

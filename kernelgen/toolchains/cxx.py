@@ -7,7 +7,7 @@ import shlex
 import shutil
 import subprocess
 import time
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 from kernelgen.cache.keys import Request, ToolchainId
@@ -27,7 +27,7 @@ _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-
           "-fno-exceptions", "-fno-rtti", "-Wall", "-Wno-psabi", "-Wno-unknown-pragmas")
 
 
-@lru_cache(maxsize=None)
+@cache
 def _command(cxx: str | None) -> tuple[str, ...]:
     """The compiler command. CXX may carry arguments ("ccache g++")."""
     searched = []
@@ -45,7 +45,7 @@ def _command(cxx: str | None) -> tuple[str, ...]:
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def _version(command: tuple[str, ...]) -> str:
     """First line of --version without the name it was called by: the same compiler under two names is one."""
     text = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]

@@ -9,7 +9,7 @@ import hashlib
 import re
 import struct
 import time
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ def _library() -> tuple[Any, str, tuple[int, int]]:
     return nvrtc, loaded.abs_path, (major, minor)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _header_folder(cuda_home: Path | None) -> Path:
     """The folder with cuda_fp16.h. Raises ToolchainMissing."""
     searched = []
@@ -89,7 +89,7 @@ def _build_id(path: str) -> str:
     return ""
 
 
-@lru_cache(maxsize=None)
+@cache
 def _identity(path: str, version: tuple[int, int], headers: Path) -> ToolchainId:
     digest = hashlib.sha256()
     for name in _TOOLKIT_HEADERS:

@@ -205,17 +205,23 @@ struct PrefillCpu {
     return panel.range = range;
   }
 
-  // source[0 .. Count) as operands: in whole registers, and a constant rest that AVX-512 masks.
+  // source[0 .. Count) as operands, in whole registers and a masked rest. A copy moves words: memcpy of a constant size
+  // becomes `rep movs`, whose start-up cost a row of 512 bytes does not repay.
   template <int Count>
   static KERNELGEN_INLINE void widen_row(const Element* source, Operand* target) {
     if constexpr (sizeof(Operand) == sizeof(Element)) {
-      std::memcpy(target, source, sizeof(Element) * Count);
+      constexpr int kWords = Count * int(sizeof(Element)) / int(sizeof(Scalar));
+      copy_row<kWords>(reinterpret_cast<const Scalar*>(source), reinterpret_cast<Scalar*>(target));
     } else {
-      constexpr int kWhole = Count / kLanes * kLanes;
-      for (int d = 0; d < kWhole; d += kLanes) V::store(target + d, V::load(source + d));
-      if constexpr (kWhole < Count)
-        V::store_first(target + kWhole, V::load_first(source + kWhole, Count - kWhole), Count - kWhole);
+      copy_row<Count>(source, target);
     }
+  }
+  template <int Count, class Source>
+  static KERNELGEN_INLINE void copy_row(const Source* source, Scalar* target) {
+    constexpr int kWhole = Count / kLanes * kLanes;
+    for (int d = 0; d < kWhole; d += kLanes) V::store(target + d, V::load(source + d));
+    if constexpr (kWhole < Count)
+      V::store_first(target + kWhole, V::load_first(source + kWhole, Count - kWhole), Count - kWhole);
   }
 
   // Rows [begin, end) of the tile; rows up to the next multiple of kRows become zero.
@@ -234,12 +240,12 @@ struct PrefillCpu {
         for (int d = 0; d < kHeadDimV; d += 8)
           Product::interleave8(even + d, odd + d, values + d / 8 * kValueStrip + j * kRows);
       } else {
-        for (int d = 0; d < kHeadDimV; d += 8) {
-          alignas(64) Operand part[8];
-          widen_row<8>(even + d, part);
-          for (int i = 0; i < 8; i += kRows)
-            std::memcpy(values + (d + i) / kRows * kValueStrip + j * kRows, part + i, sizeof(Operand) * kRows);
-        }
+        alignas(64) Operand wide[kHeadDimV];
+        const Operand* source = wide;
+        if constexpr (sizeof(Operand) == sizeof(Element)) source = even;
+        else widen_row<kHeadDimV>(even, wide);
+        for (int d = 0; d < kHeadDimV; d += kRows)
+          std::memcpy(values + d / kRows * kValueStrip + j * kRows, source + d, sizeof(Operand) * kRows);
       }
     }
   }
