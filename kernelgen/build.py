@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kernelgen.cache.jobs import report_slow
 from kernelgen.cache.keys import Request, ToolchainId
 from kernelgen.cache.store import Artifact, BuildOutput, Store
 from kernelgen.errors import ArtifactMissingError, ToolchainMissing
@@ -79,8 +78,7 @@ def fetch(
         except ToolchainMissing as error:
             missing = error
         else:
-            with report_slow(f"compiling {request.name} for {request.target}"):
-                return store().get_or_build(request, own, build, banner=source.banner, source_name=source.file_name)
+            return store().get_or_build(request, own, build, banner=source.banner, source_name=source.file_name)
     found = store().get(request, None, binding_abi=PARAMS_ABI, cuda_major=cuda_major)
     if found is not None:
         return found, False

@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 def _run(code: str, **environment: str) -> str:
     import os
 
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env={**os.environ, **environment}, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False,
+                          env={**os.environ, **environment})
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -48,7 +49,9 @@ def test_public_names_exist() -> None:
 
 def test_wheel_holds_every_module_template_and_the_launcher(tmp_path: Path) -> None:
     """Build the wheel as an installer would, from the files git tracks, and compare; at most 1 MB."""
-    tracked = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True,
+                            text=True, check=True).stdout
+    tracked = listed.split("\0")
     source = tmp_path / "source"
     for name in filter(None, tracked):
         origin, copy = ROOT / name, source / name

@@ -1,4 +1,4 @@
-"""PageTable, plan_attention and the small attention helpers: right numbers, both table forms, clear errors."""
+"""PageTable, plan_attention and the small attention functions: right numbers, both table forms, clear errors."""
 
 from __future__ import annotations
 

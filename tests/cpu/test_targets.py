@@ -10,7 +10,9 @@ from kernelgen.settings import override
 from kernelgen.targets import CPU_ISA_LEVELS, Target, present_cpu_isa, target_of
 
 
-@pytest.mark.parametrize("text, arch, capability", [("sm_90", "sm_90a", 90), ("sm_90a", "sm_90a", 90), ("sm_80", "sm_80", 80), ("sm_120", "sm_120", 120)])
+@pytest.mark.parametrize("text, arch, capability", [
+    ("sm_90", "sm_90a", 90), ("sm_90a", "sm_90a", 90), ("sm_80", "sm_80", 80), ("sm_120", "sm_120", 120),
+])
 def test_parse_gpu(text: str, arch: str, capability: int) -> None:
     target = Target.parse(text)
     assert (target.arch, target.capability, target.kind) == (arch, capability, "cuda")

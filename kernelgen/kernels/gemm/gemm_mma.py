@@ -74,12 +74,14 @@ class Config:
     stages: int = 3
     blocks_per_sm: int = 1
     raster_rows: int = 8
+    split: bool = False
 
     def __str__(self) -> str:
         words = f"{self.block_m}x{self.block_n}x{self.block_k} w{self.warps_m}x{self.warps_n}"
         words += f"x{self.warps_k}" if self.warps_k > 1 else ""
         words += f" s{self.stages}"
         words += f" b{self.blocks_per_sm}" if self.blocks_per_sm > 1 else ""
+        words += " sb" if self.split else ""
         return words + (f" r{self.raster_rows}" if self.raster_rows != 8 else "")
 
     @property
@@ -211,7 +213,7 @@ def spec(problem: GemmProblem, target: Target, config: Config) -> KernelSpec:
     parameters: dict[str, Any] = dict(
         element=p.a_dtype, out=DTYPES[p.out_dtype].cuda, bias_type=DTYPES[bias].cuda, c_type=DTYPES[addend].cuda,
         block_m=c.block_m, block_n=c.block_n, block_k=c.block_k, warps_m=c.warps_m, warps_n=c.warps_n, warps_k=c.warps_k,
-        stages=c.stages, blocks_per_sm=c.blocks_per_sm, raster_rows=c.raster_rows, row_a=row_a, row_b=row_b, access=access,
+        stages=c.stages, blocks_per_sm=c.blocks_per_sm, raster_rows=c.raster_rows, split4=c.split, row_a=row_a, row_b=row_b, access=access,
         vector_out=vector_out, bias=p.bias, activation=_ACTIVATIONS[p.activation], gate=_gate(p), accumulate=p.accumulate_c,
         shared_memory=c.shared_memory(row_a, row_b),
     )

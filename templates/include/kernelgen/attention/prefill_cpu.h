@@ -205,23 +205,17 @@ struct PrefillCpu {
     return panel.range = range;
   }
 
-  // source[0 .. Count) as operands, in whole registers and a masked rest. A copy moves words: memcpy of a constant size
-  // becomes `rep movs`, whose start-up cost a row of 512 bytes does not repay.
+  // source[0 .. Count) as operands; widened in whole registers and a masked rest.
   template <int Count>
   static KERNELGEN_INLINE void widen_row(const Element* source, Operand* target) {
     if constexpr (sizeof(Operand) == sizeof(Element)) {
-      constexpr int kWords = Count * int(sizeof(Element)) / int(sizeof(Scalar));
-      copy_row<kWords>(reinterpret_cast<const Scalar*>(source), reinterpret_cast<Scalar*>(target));
+      std::memcpy(target, source, sizeof(Element) * Count);
     } else {
-      copy_row<Count>(source, target);
+      constexpr int kWhole = Count / kLanes * kLanes;
+      for (int d = 0; d < kWhole; d += kLanes) V::store(target + d, V::load(source + d));
+      if constexpr (kWhole < Count)
+        V::store_first(target + kWhole, V::load_first(source + kWhole, Count - kWhole), Count - kWhole);
     }
-  }
-  template <int Count, class Source>
-  static KERNELGEN_INLINE void copy_row(const Source* source, Scalar* target) {
-    constexpr int kWhole = Count / kLanes * kLanes;
-    for (int d = 0; d < kWhole; d += kLanes) V::store(target + d, V::load(source + d));
-    if constexpr (kWhole < Count)
-      V::store_first(target + kWhole, V::load_first(source + kWhole, Count - kWhole), Count - kWhole);
   }
 
   // Rows [begin, end) of the tile; rows up to the next multiple of kRows become zero.
