@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.build_py import build_py
 
 try:
@@ -36,6 +36,13 @@ def build_launcher(target: Path) -> bool:
     return True
 
 
+class PlatformDistribution(Distribution):
+    """Holds a compiled library although setuptools builds no extension: everything goes to the platform folder."""
+
+    def has_ext_modules(self) -> bool:
+        return True
+
+
 class BuildWithLauncher(build_py):
     def run(self) -> None:
         super().run()
@@ -46,12 +53,8 @@ class BuildWithLauncher(build_py):
 class PlatformWheel(bdist_wheel):
     """The launcher is a Linux x86-64 library but needs no particular Python."""
 
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        self.root_is_pure = False
-
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]
 
 
-setup(cmdclass={"build_py": BuildWithLauncher, "bdist_wheel": PlatformWheel})
+setup(distclass=PlatformDistribution, cmdclass={"build_py": BuildWithLauncher, "bdist_wheel": PlatformWheel})

@@ -4,7 +4,7 @@
     out = kernelgen.attention(q, k, v, causal=True)     # q (B, Sq, Hq, D), k and v (B, Sk, Hkv, D)
     print(kernelgen.explain("attention", q, k, v, causal=True))
 
-Importing touches no device, no file of the cache and no compiler; each public function loads its module at first use.
+Importing touches no device, no file of the cache and no compiler.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kernelgen.errors import (
 
 __version__ = "0.1.0"
 
-# public name -> module. Loaded on first use, so `import kernelgen` costs milliseconds.
+# public name -> module, loaded on first use.
 _PUBLIC = {
     "attention": "kernelgen.ops.attention",
     "attention_varlen": "kernelgen.ops.attention",
@@ -90,6 +90,11 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     return sorted([*globals(), *_PUBLIC])
 
+
+# What every first call needs is imported here, about 0.1 s beyond torch (tools/bench/results): a program imports at its
+# start, but its first call may be somebody's request. Last, because these modules import this one.
+for _module in ("tvm_ffi", "kernelgen.ops.attention", "kernelgen.ops.gemm", "kernelgen.launch.host", "kernelgen.toolchains.cxx"):
+    import_module(_module)
 
 __all__ = [
     "ArtifactMissingError", "AttentionPlan", "CacheError", "CompileError", "DeviceError", "DtypeError",

@@ -12,6 +12,7 @@ from kernelgen.cache.keys import Request, ToolchainId
 from kernelgen.cache.store import Artifact, BuildOutput, Store
 from kernelgen.errors import ArtifactMissingError, ToolchainMissing
 from kernelgen.kernels.base import LoadedKernel
+from kernelgen.launch.host import start_launcher
 from kernelgen.render import Source, render
 from kernelgen.settings import settings
 from kernelgen.specs import KernelSpec
@@ -113,6 +114,7 @@ def build(spec: KernelSpec) -> tuple[Artifact, bool]:
 
 
 def _load(spec: KernelSpec) -> LoadedKernel:
+    start_launcher()
     start = time.perf_counter()
     tool = toolchain(spec.toolchain)
     request_of(spec)

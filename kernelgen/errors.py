@@ -28,7 +28,7 @@ class LayoutError(ValueError):
 
 
 class SettingsError(ValueError):
-    """An environment variable or option of kernelgen holds an illegal value."""
+    """An environment variable or an option of a call holds an illegal value; the message lists the legal ones."""
 
 
 class NoBackendError(KernelgenError):

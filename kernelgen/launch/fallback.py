@@ -66,7 +66,7 @@ def prepare_with_cuda_core(
         attributes.append(item)
     offsets = dict(kernel.spec.params.offsets)
 
-    def launch(params: bytes) -> None:
+    def launch(params: bytes, keep_alive: object = loaded) -> None:  # the kernel's library lives as long as this
         packed = bytearray(params)
         for recipe in tensor_maps:
             packed[offsets[recipe.field]:offsets[recipe.field] + _MAP_BYTES] = _encode(driver, recipe, packed, offsets)

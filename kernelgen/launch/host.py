@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+import contextlib
+import threading
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
-from kernelgen.errors import LaunchError
+from kernelgen.errors import KernelgenError, LaunchError
 from kernelgen.render import Source, include_closure, template_text
 
 LAUNCHER_TEMPLATE = "host/launcher.cc"
@@ -66,10 +67,36 @@ def _built_launcher() -> Path:
     return artifact.file("launcher.so")
 
 
-@lru_cache(maxsize=1)
-def launcher() -> Any:
-    """The loaded launcher module: cuda_load, cuda_allow_shared_memory, cuda_launch, cpu_launch."""
-    import tvm_ffi
+_module: Any = None
+_loading = threading.Lock()
 
-    tvm_ffi.register_error("LaunchError", LaunchError)
-    return tvm_ffi.load_module(str(shipped_launcher() or _built_launcher()))
+
+def launcher() -> Any:
+    """The loaded launcher module: cuda_load, cuda_allow_shared_memory, cuda_launch, cpu_launch.
+
+    Raises ToolchainMissing or CompileError where it has to be built and cannot be; the next call tries again.
+    """
+    global _module
+    if _module is None:
+        with _loading:
+            if _module is None:
+                import tvm_ffi
+
+                tvm_ffi.register_error("LaunchError", LaunchError)
+                _module = tvm_ffi.load_module(str(shipped_launcher() or _built_launcher()))
+    return _module
+
+
+def start_launcher() -> None:
+    """Get the launcher in the background, so that its one-time build runs beside the first kernel's compile.
+
+    A failure is kept quiet here: the caller of :func:`launcher` meets it.
+    """
+    if _module is not None:
+        return
+
+    def attempt() -> None:
+        with contextlib.suppress(KernelgenError):
+            launcher()
+
+    threading.Thread(target=attempt, name="kernelgen-launcher", daemon=True).start()

@@ -9,7 +9,7 @@ import torch
 from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
-from kernelgen.errors import DtypeError, ShapeError
+from kernelgen.errors import DtypeError, SettingsError, ShapeError
 from kernelgen.ops.checks import (
     check_dim,
     check_last_contiguous,
@@ -52,8 +52,8 @@ def attention(
     s = cap * tanh(s / cap). ``kv_lens`` (B) int32: only that prefix of the keys is in use. A row that may attend to
     nothing gives 0 and LSE -inf.
 
-    Raises ShapeError, DtypeError, DeviceError, LayoutError; NoBackendError with the table of reasons; CompileError.
-    Source of the online softmax: Milakov and Gimelshein 2018; of the tiling: Dao et al. 2022.
+    Raises ShapeError, DtypeError, DeviceError, LayoutError, SettingsError; NoBackendError with the table of reasons;
+    CompileError. Source of the online softmax: Milakov and Gimelshein 2018; of the tiling: Dao et al. 2022.
     """
     # The plain call, with none of the rarer tensors: one look-up by everything that could change the prepared call.
     plain = (alibi_slopes is None and sinks is None and mask is None and block_mask is None and variant is None
@@ -166,7 +166,7 @@ def _describe(
             raise ShapeError("cu_seqlens_q: got shape (0), expected (B + 1) with a leading 0")
     if kv_lens is not None:
         kv_lens = index_tensor("kv_lens", kv_lens, batch, q.device)
-    window = _check_window(window)
+    window = check_window(window)
     scales = [s for s in (q_scale, k_scale, v_scale) if s is not None]
     out_dtype = torch.bfloat16 if q.dtype in _FP8 else q.dtype
     out_shape = (*q.shape[:-1], dv)
@@ -227,14 +227,14 @@ def _check_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ragged: bool
     return batch, seq_q, seq_k, hq, hkv, d, dv
 
 
-def _check_window(window: Window | None) -> Window:
+def check_window(window: Window | None) -> Window:
     if window is None:
         return (None, None)
     if not (isinstance(window, (tuple, list)) and len(window) == 2):
-        raise ShapeError(f"window: got {window!r}, expected (left, right) with None for an unbounded side")
+        raise SettingsError(f"window: got {window!r}, expected (left, right) with None for an unbounded side")
     for side in window:
         if side is not None and (isinstance(side, bool) or not isinstance(side, int) or side < 0):
-            raise ShapeError(f"window: got {window!r}, expected whole numbers of keys >= 0, or None for an unbounded side")
+            raise SettingsError(f"window: got {window!r}, expected whole numbers of keys >= 0, or None for an unbounded side")
     return (window[0], window[1])
 
 

@@ -10,7 +10,7 @@ import torch
 from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
-from kernelgen.errors import DtypeError, LayoutError, ShapeError
+from kernelgen.errors import DtypeError, LayoutError, SettingsError, ShapeError
 from kernelgen.ops.checks import check_dim, check_output, check_same_dtype, check_tensors, shape_text
 from kernelgen.ops.memo import layout_of, new_memo, remember
 from kernelgen.problems.common import alignment_of
@@ -37,7 +37,7 @@ def gemm(
     take float32 ``scale_a``, ``scale_b`` whose shapes say the recipe (CONTRACTS: GEMM). Returns (.., M, N) in
     ``out_dtype``, default a's dtype (bfloat16 for fp8).
 
-    Raises ShapeError, DtypeError, DeviceError, LayoutError; NoBackendError with the table of reasons; CompileError.
+    Raises ShapeError, DtypeError, DeviceError, LayoutError, SettingsError; NoBackendError with the table of reasons; CompileError.
     """
     key: Any = None
     if (c is None and scale_a is None and scale_b is None and out_scale is None
@@ -186,7 +186,7 @@ def _check_options(activation: str | None, gate_up: str, accumulate: str, out_sc
         ("accumulate", accumulate, ("float32", "fast")), ("out_scale", out_scale, (None, "tensor", "row", "block_1x128")),
     ):
         if got not in legal:
-            raise ShapeError(f"{name}: got {got!r}, expected one of {', '.join(map(str, legal))}")
+            raise SettingsError(f"{name}: got {got!r}, expected one of {', '.join(map(str, legal))}")
 
 
 def _recipe(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor | None, scale_b: torch.Tensor | None) -> str | None:

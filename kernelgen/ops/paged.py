@@ -16,7 +16,7 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, no_backend_error, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DeviceError, DtypeError, NoBackendError, SettingsError, ShapeError
-from kernelgen.ops.attention import Window, _check_window
+from kernelgen.ops.attention import Window, check_window
 from kernelgen.ops.checks import check_last_contiguous, check_output, check_rank, check_tensors, shape_text
 from kernelgen.ops.page_table import Lengths, PageTable, check_starts, index_values
 from kernelgen.problems.paged import PagedAttentionProblem
@@ -280,7 +280,7 @@ def _describe(
         max_seq_q=max(starts.diff().tolist(), default=0) if on_host else None, seq_k=None if lengths is None else sum(lengths),
         num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, head_dim_v=dv, page_size=page_table.page_size,
         q_dtype=dtype_name(q_dtype), kv_dtype=dtype_name(kv_dtype), table=page_table.form, kv_layout=kv_layout, causal=bool(causal),
-        window=_check_window(window), soft_cap=bool(soft_cap), alibi=bool(alibi), sinks=bool(sinks), mask=mask,
+        window=check_window(window), soft_cap=bool(soft_cap), alibi=bool(alibi), sinks=bool(sinks), mask=mask,
         variant=None if variant is None else str(getattr(variant, "name", "custom")), kv_scales=kv_scales,
         rotation=rotation is not None, deterministic=deterministic, batch_invariant=batch_invariant,
     )

@@ -136,7 +136,8 @@ def _attend_block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rule
         context = variant_context(rules.variant, grid, rules.compute_dtype)
         if rules.variant.mask is not None:
             allowed = allowed & rules.variant.mask(context)
-    allowed = allowed.expand(batch, num_heads, rows, kv_size)
+    # Contiguous, so that the strides of a given mask do not change the order of the sums below.
+    allowed = allowed.expand(batch, num_heads, rows, kv_size).contiguous()
 
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     if not bool(torch.isfinite(k).all() & torch.isfinite(v).all()):

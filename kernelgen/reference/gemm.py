@@ -53,15 +53,19 @@ def operands(a: torch.Tensor, b: Weight, scale_a: Scale | None, scale_b: Scale |
 
 def epilogue(product: torch.Tensor, *, bias: torch.Tensor | None, activation: str | None, gate_up: str,
              c: torch.Tensor | None, beta: float, compute_dtype: torch.dtype) -> torch.Tensor:
-    """``activation(product + beta * c + bias)``; c is not read where beta is 0, as in BLAS."""
+    """``activation(product + bias) + beta * c``; c is not read where beta is 0, as in BLAS.
+
+    c comes after the activation, so that it serves both as a residual and as an accumulator.
+    """
     check_float(bias=bias, c=c)
-    if c is not None:
-        check_shape("c", c, product.shape, "the shape of a @ b, before the activation")
-        if beta != 0:
-            product = product + beta * to_compute(c, compute_dtype)
     if bias is not None:
         product = product + to_compute(bias, compute_dtype)
-    return apply_activation(product, activation, gate_up=gate_up)
+    out = apply_activation(product, activation, gate_up=gate_up)
+    if c is not None:
+        check_shape("c", c, out.shape, "the shape of the output")
+        if beta != 0:
+            out = out + beta * to_compute(c, compute_dtype)
+    return out
 
 
 def finish(out: torch.Tensor, out_dtype: torch.dtype | None, out_scale: str | None) -> Result:
@@ -83,10 +87,10 @@ def gemm(a: torch.Tensor, b: Weight, *, bias: torch.Tensor | None = None, activa
          gate_up: str = "gate_first", c: torch.Tensor | None = None, beta: float = 1.0, scale_a: Scale | None = None,
          scale_b: Scale | None = None, accumulate: str = "float32", out_dtype: torch.dtype | None = None,
          out_scale: str | None = None, compute_dtype: torch.dtype = torch.float64) -> Result:
-    """``activation(dequant(a) @ dequant(b) + beta * c + bias)``.
+    """``activation(dequant(a) @ dequant(b) + bias) + beta * c``.
 
     ``a (.., M, K)`` with ``b (K, N)``, or batched ``(.., M, K) @ (.., K, N)`` with equal leading dimensions;
-    ``bias (N)``; ``c (.., M, N)``, added before bias and activation, not read where beta is 0. A gated activation
+    ``bias (N)``; ``c``: the shape of the output, added after the activation, not read where beta is 0. A gated activation
     halves N, see :mod:`kernelgen.reference.activation`. ``b`` may be a packed weight of ``(N, K)``. K = 0 gives the
     epilogue of zeros.
 
@@ -124,7 +128,7 @@ def grouped_gemm(a: torch.Tensor, b: Weight, offsets: torch.Tensor | Sequence[in
     caller's ``out`` held before) or NaN. 2-D x 2-D: K is grouped, ``a (M, T)``, ``b (T, N)``, to ``(E, M, N)``; an
     empty group gives the epilogue of zeros, columns past the last offset are never read.
 
-    ``bias``: (N) or (E, N). ``c``: shape of the result before the activation. Scales as in :func:`gemm` for the whole
+    ``bias``: (N) or (E, N). ``c``: shape of the result. Scales as in :func:`gemm` for the whole
     of a and of b; ``scale_b`` of a 3-D b also (E); blocks along a grouped K count from its start, not from the
     group's. Otherwise as :func:`gemm`.
     """
@@ -141,11 +145,10 @@ def grouped_gemm(a: torch.Tensor, b: Weight, offsets: torch.Tensor | Sequence[in
     if bias is not None and tuple(bias.shape) not in ((columns,), (groups, columns)):
         raise ShapeError(f"bias: got shape {tuple(bias.shape)}, expected (N) = ({columns},) or (E, N) = "
                          f"({groups}, {columns})")
-    shape = (total, columns) if by_rows else (groups, a.shape[0], columns)
-    if c is not None:
-        check_shape("c", c, shape, "the shape of the result before the activation")
-    check_same_device(a=a, bias=bias, c=c, initial=initial)
     halved = columns // 2 if activation in GATED else columns
+    if c is not None:
+        check_shape("c", c, (total, halved) if by_rows else (groups, a.shape[0], halved), "the shape of the result")
+    check_same_device(a=a, bias=bias, c=c, initial=initial)
     parts = []
     for e, (start, end) in enumerate(zip([0, *ends], ends)):
         left, right = ((value_a[start:end], value_b[e]) if by_rows else
@@ -184,7 +187,7 @@ def grouped_gemm_masked(a: torch.Tensor, b: Weight, counts: torch.Tensor | Seque
         raise ShapeError(f"bias: got shape {tuple(bias.shape)}, expected (N) = ({columns},) or (E, N) = "
                          f"({groups}, {columns})")
     if c is not None:
-        check_shape("c", c, (groups, rows, columns), "(E, Mmax, N)")
+        check_shape("c", c, (groups, rows, columns // 2 if activation in GATED else columns), "the shape of the result")
     check_same_device(a=a, bias=bias, c=c, initial=initial)
     rest = _unwritten(initial, (groups, rows, columns // 2 if activation in GATED else columns), value_a)
     parts = []

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kernelgen
-from kernelgen.errors import DeviceError, DtypeError, LayoutError, NoBackendError, ShapeError
+from kernelgen.errors import DeviceError, DtypeError, LayoutError, NoBackendError, SettingsError, ShapeError
 
 
 def _t(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
@@ -34,8 +34,8 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], list[str]]] = [
     ("device", _attention(Q, _t(2, 7, 2, 16, device="meta"), K), DeviceError, ["meta", "cpu", "one device"]),
     ("D not contiguous", _attention(_t(2, 5, 16, 4).transpose(2, 3), K, K), LayoutError, ["q", "stride 4", "contiguous()"]),
     ("not a tensor", _attention([[1.0]], K, K), DtypeError, ["q", "list", "torch.Tensor"]),
-    ("window", _attention(Q, K, K, window=(-1, 0)), ShapeError, ["window", "(-1, 0)", ">= 0"]),
-    ("window form", _attention(Q, K, K, window=3), ShapeError, ["window", "3", "(left, right)"]),
+    ("window", _attention(Q, K, K, window=(-1, 0)), SettingsError, ["window", "(-1, 0)", ">= 0"]),
+    ("window form", _attention(Q, K, K, window=3), SettingsError, ["window", "3", "(left, right)"]),
     ("mask dtype", _attention(Q, K, K, mask=_t(5, 7)), DtypeError, ["mask", "float32", "bool"]),
     ("out shape", _attention(Q, K, K, out=_t(2, 5, 4, 8)), ShapeError, ["out", "(2, 5, 4, 8)", "(2, 5, 4, 16)"]),
     ("out dtype", _attention(Q, K, K, out=_t(2, 5, 4, 16, dtype=torch.bfloat16)), DtypeError, ["out", "bfloat16", "float32"]),
@@ -51,7 +51,7 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], list[str]]] = [
     ("gemm rank", lambda: kernelgen.gemm(_t(4), _t(4, 6)), ShapeError, ["a", "2 dimensions"]),
     ("gemm dtype", lambda: kernelgen.gemm(_t(3, 4), _t(4, 6).half()), DtypeError, ["a float32", "b float16"]),
     ("gemm bias", lambda: kernelgen.gemm(_t(3, 4), _t(4, 6), bias=_t(5)), ShapeError, ["bias", "(5)", "(6)"]),
-    ("gemm activation", lambda: kernelgen.gemm(_t(3, 4), _t(4, 6), activation="swish"), ShapeError, ["'swish'", "silu"]),
+    ("gemm activation", lambda: kernelgen.gemm(_t(3, 4), _t(4, 6), activation="swish"), SettingsError, ["'swish'", "silu"]),
     ("gemm gated odd", lambda: kernelgen.gemm(_t(3, 4), _t(4, 7), activation="swiglu"), ShapeError, ["N = 7", "even"]),
     ("gemm stride", lambda: kernelgen.gemm(_t(6, 8)[:, ::2][::2], _t(4, 6)), LayoutError, ["a", "contiguous()"]),
     ("gemm c", lambda: kernelgen.gemm(_t(3, 4), _t(4, 6), c=_t(2, 6)), ShapeError, ["c", "(2, 6)", "(3, 6)"]),

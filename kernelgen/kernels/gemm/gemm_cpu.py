@@ -154,10 +154,10 @@ def candidates(problem: GemmProblem, target: Target) -> Iterator[Config]:
             columns //= 2
         else:
             rows //= 2
-    for config in (config, Config(_ROWS, _COLUMNS, block_k)):
-        if config not in seen and legal(problem, target, config):
-            seen.add(config)
-            yield config
+    for option in (config, Config(_ROWS, _COLUMNS, block_k)):
+        if option not in seen and legal(problem, target, option):
+            seen.add(option)
+            yield option
 
 
 def spec(problem: GemmProblem, target: Target, config: Config) -> KernelSpec:

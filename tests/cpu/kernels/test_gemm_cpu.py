@@ -61,7 +61,7 @@ def test_instruction_levels(level: str, dtype: torch.dtype) -> None:
         what = f"{level} {order} {dtype}"
         a, b = operands(45, 85, 333, dtype, seed=seed_of(what), order=order)
         check_gemm(a, b, seed=seed_of(what), what=what)
-    assert build.reports()[-1].spec.endswith(f"[cpu-{level}]")
+    assert any(report.spec.endswith(f"[cpu-{level}]") for report in build.reports())
 
 
 @pytest.mark.parametrize("level", LEVELS[:1], indirect=True)

@@ -104,7 +104,7 @@ struct PrefillMma : Options {
     int request, head, value_column;
     int first_query;         // of the tile, within the request
     int seq_q, seq_k;        // of the request
-    int64_t q_start, k_start;  // rows in front of the request (ragged)
+    int q_start, k_start;    // rows in front of the request (ragged)
   };
 
   // A lane holds two rows of each 16-row tile: row_half 0 is row lane / 4, row_half 1 is 8 below.
@@ -211,8 +211,8 @@ struct PrefillMma : Options {
       }
       work.q_start = p.cu_seqlens_q[work.request];
       work.k_start = p.cu_seqlens_k[work.request];
-      work.seq_q = p.cu_seqlens_q[work.request + 1] - static_cast<int>(work.q_start);
-      work.seq_k = p.cu_seqlens_k[work.request + 1] - static_cast<int>(work.k_start);
+      work.seq_q = p.cu_seqlens_q[work.request + 1] - work.q_start;
+      work.seq_k = p.cu_seqlens_k[work.request + 1] - work.k_start;
     }
     if constexpr (Options::kKvLens) work.seq_k = min(max(p.kv_lens[work.request], 0), p.seq_k);
     // Under a right bound later tiles see more keys: they start first, so that the last wave is of short ones.
@@ -255,8 +255,8 @@ struct PrefillMma : Options {
         ldmatrix_x4(b, KeyTile::chunk_step(k_lane, 2 * step) + n * 8 * KeyTile::kRowBytes);
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
-          mma_m16n8k16<T>(scores[m][n], a[m], b[0], b[2]);
-          mma_m16n8k16<T>(scores[m][n + 1], a[m], b[1], b[3]);
+          mma_m16n8k16<T>(scores[m][n], a[m], b[0], b[1]);
+          mma_m16n8k16<T>(scores[m][n + 1], a[m], b[2], b[3]);
         }
       }
     }
@@ -407,7 +407,7 @@ struct PrefillMma : Options {
       if constexpr (Options::kLse) {
         const int query = work.first_query + row;
         if (pair == 0 && query < work.seq_q && work.value_column == 0) {
-          p.lse[work.request * p.lse_batch + (work.q_start + query) * p.lse_row + work.head * p.lse_head] =
+          p.lse[work.request * p.lse_batch + int64_t{work.q_start + query} * p.lse_row + work.head * p.lse_head] =
               (maxima[r] + log2_approx(sum)) * kLn2;
         }
       }
@@ -424,7 +424,7 @@ struct PrefillMma : Options {
       if (query >= work.seq_q || chunk * 8 >= columns) continue;
       uint32_t w[4];
       load_chunk(w, shared + OutTile::offset(row, chunk));
-      store_16_aligned<Options::kAlignment>(out + (work.q_start + query) * p.out_row + chunk * 8, w);
+      store_16_aligned<Options::kAlignment>(out + int64_t{work.q_start + query} * p.out_row + chunk * 8, w);
     }
   }
 
@@ -444,9 +444,9 @@ struct PrefillMma : Options {
     const T* q = static_cast<const T*>(p.q) + work.request * p.q_batch + work.head * p.q_head;
     const T* k = static_cast<const T*>(p.k) + work.request * p.k_batch + kv_head * p.k_head;
     const T* v = static_cast<const T*>(p.v) + work.request * p.v_batch + kv_head * p.v_head + work.value_column;
-    const T* q_from = Copier<QueryTile>::start(q + (work.q_start + work.first_query) * p.q_row, p.q_row);
-    const T* k_from = Copier<KeyTile>::start(k + (work.k_start + tile * kBlockK) * p.k_row, p.k_row);
-    const T* v_from = Copier<ValueTile>::start(v + (work.k_start + tile * kBlockK) * p.v_row, p.v_row);
+    const T* q_from = Copier<QueryTile>::start(q + int64_t{work.q_start + work.first_query} * p.q_row, p.q_row);
+    const T* k_from = Copier<KeyTile>::start(k + int64_t{work.k_start + tile * kBlockK} * p.k_row, p.k_row);
+    const T* v_from = Copier<ValueTile>::start(v + int64_t{work.k_start + tile * kBlockK} * p.v_row, p.v_row);
     const int value_columns = kHeadDimV % kSplitColumns == 0 ? kSplitColumns
                                                              : min(kSplitColumns, kHeadDimV - work.value_column);
 
@@ -478,11 +478,12 @@ struct PrefillMma : Options {
       }
     }
 
-    // Lane parts of the ldmatrix addresses: row lane % 16, chunk lane / 16 of a 16 x 16 block, for K too, where the
-    // fragments then come out as (b0, b0 of the next n8 tile, b1, b1 of the next). Tiles of one width share a register.
+    // Lane parts of the ldmatrix addresses, see ldmatrix.cuh. K's differ from V's so that the two halves of a B fragment
+    // land in neighbouring registers: otherwise each needs a move, which cost 10 % (H200, D = 128).
     const int lane = lane_id();
-    const uint32_t q_lane = shared + QueryTile::offset(work.warp * kWarpRows + lane % 16, lane / 16);
-    const int k_lane = KeyTile::offset(lane % 16, lane / 16);
+    const uint32_t q_lane =
+        shared + work.warp * kWarpRows * QueryTile::kRowBytes + QueryTile::offset(lane % 16, lane / 16);
+    const int k_lane = KeyTile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
     const int v_lane = ValueTile::offset(lane % 16, lane / 16);
 
     uint32_t q_registers[kDepth / 16][kRowTiles][4];

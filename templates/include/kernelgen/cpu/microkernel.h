@@ -98,6 +98,13 @@ struct Tile {
       for (int v = 0; v < Vecs; ++v) acc[r][v] = V::zero();
   }
 
+  KERNELGEN_INLINE void add(const Tile& other) {
+#pragma GCC unroll 16
+    for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < Vecs; ++v) acc[r][v] = acc[r][v] + other.acc[r][v];
+  }
+
   // left(r, s) at a[r * row_stride + s * step_stride], right(s, .) at b[s * kWidth * Product::kDepth] (a packed panel).
   // Strides in elements; compile-time constants become address displacements once this is inlined.
   KERNELGEN_INLINE void multiply(const Element* a, int64_t row_stride, int64_t step_stride, const Element* b,

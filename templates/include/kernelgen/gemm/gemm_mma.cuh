@@ -152,17 +152,19 @@ struct GemmMma : Options {
     }
   };
 
-  // Multiplies the tile in ring.slot while the one kStages - 1 further on, at depth k0, is copied. Interior: that one is
-  // known to be whole, and its copies are spread over the first steps, between the products.
-  template <bool Interior>
+  // How the next tile is copied: the first two spread over the steps, between the products (OperandTile::copy_share).
+  enum class Copies { kWhole, kOuterEdge, kAny };
+
+  // Multiplies the tile in ring.slot while the one kStages - 1 further on, at depth k0, is copied.
+  template <Copies copies>
   __device__ static void multiply_tile(Accumulators& sums, Fragments (&fragments)[2], TileA& a, TileB& b, Ring& ring,
                                        SplitBarrier& barrier, int a_lane, int b_lane, bool has_next, int k0) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      if constexpr (Interior) {
+      if constexpr (copies != Copies::kAny) {
         if (step < kShares) {
-          a.copy_interior(ring.refill, step, kShares);
-          b.copy_interior(ring.refill + TileA::kBytes, step, kShares);
+          a.template copy_share<copies == Copies::kWhole>(ring.refill, step, kShares);
+          b.template copy_share<copies == Copies::kWhole>(ring.refill + TileA::kBytes, step, kShares);
         }
       } else if (step == 0 && has_next) {
         a.copy(ring.refill, k0);
@@ -226,14 +228,18 @@ struct GemmMma : Options {
     load_fragments(fragments[0], shared, a_lane, b_lane, 0);
     Ring ring{shared, shared, shared + kAhead * kSlotBytes};
     int tile = 0;
-    if (a.interior && b.interior) {
-      for (; (tile + kAhead + 1) * kBlockK <= p.k; ++tile) {
-        multiply_tile<true>(sums, fragments, a, b, ring, barrier, a_lane, b_lane, true, 0);
+    // While the tile to be copied ends inside k.
+    const auto inside = [&] { return (tile + kAhead + 1) * kBlockK <= p.k; };
+    if constexpr (Options::kAccess == 16) {
+      if (a.whole && b.whole) {
+        for (; inside(); ++tile) multiply_tile<Copies::kWhole>(sums, fragments, a, b, ring, barrier, a_lane, b_lane, true, 0);
+      } else {
+        for (; inside(); ++tile) multiply_tile<Copies::kOuterEdge>(sums, fragments, a, b, ring, barrier, a_lane, b_lane, true, 0);
       }
     }
 #pragma unroll 1
     for (; tile < tiles; ++tile) {
-      multiply_tile<false>(sums, fragments, a, b, ring, barrier, a_lane, b_lane, tile + kAhead < tiles, (tile + kAhead) * kBlockK);
+      multiply_tile<Copies::kAny>(sums, fragments, a, b, ring, barrier, a_lane, b_lane, tile + kAhead < tiles, (tile + kAhead) * kBlockK);
     }
     cp_async_wait<0>();
     __syncthreads();  // every warp is done with the ring: the epilogue reuses it

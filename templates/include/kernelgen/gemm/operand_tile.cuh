@@ -7,9 +7,9 @@
 //   !AlongK   outer is contiguous: the tile is stored [k][outer]    (a in column order, b in row order)
 //
 // Threads neighbouring in a block copy neighbouring chunks of a stored row. Each keeps the address of its first chunk
-// and steps by whole rows. Interior tiles take that path without any test; tiles at an edge, and operands aligned to
-// less than 16 bytes, take copy_edge, which zero-fills whatever lies outside the operand: a zero times anything that
-// the other operand holds there is zero, because that is zero-filled too.
+// and steps by whole rows (copy_share). The last tile of k, and operands aligned to less than 16 bytes, take copy_any,
+// which checks every bound. What lies outside the operand is zero-filled: past the end of k both operands are zero, and
+// the sums of rows and columns past the others' ends are not stored.
 //
 // Gated activations need gate and up columns side by side. With Split, stored outer index j of a tile that starts at
 // output column c means column c + j / 16 * 8 + j % 8 of the first half of b where j / 8 is even, of the second half
@@ -70,7 +70,7 @@ struct OperandTile {
   int limit;               // outer extent; of one half with Split
   int depth;               // K
   int half_offset;         // from the gate half of b to the up half, with Split
-  bool interior;           // the whole outer range exists and 16-byte accesses are legal
+  bool whole;              // the whole outer range exists and 16-byte accesses are legal
 
   // Outer index in the operand of outer index `j` of the tile. Equal to or above `outer_end(j)`: does not exist.
   __device__ int outer_index(int j) const {
@@ -90,7 +90,7 @@ struct OperandTile {
       : base(static_cast<const uint16_t*>(operand) + (AlongK ? gate * stride : gate)), stride(stride), first(first),
         limit(limit), depth(depth), half_offset(half) {
     constexpr int kOutputs = Split ? Outer / 2 : Outer;
-    interior = Access == 16 && first + kOutputs <= limit;
+    whole = Access == 16 && first + kOutputs <= limit;
     source = AlongK ? base + outer_index(row()) * stride + chunk() * 8 : base + row() * stride + outer_index(chunk() * 8);
     next = source;
     target = Tile::offset(row(), chunk());
@@ -98,23 +98,37 @@ struct OperandTile {
     odd_step = (8 - half) * stride;
   }
 
-  // Copies the chunks [part * kCopies / parts, (part + 1) * kCopies / parts) of an interior tile into a slot. The shares of
-  // a tile are copied in order, all of them before advance(): `next` walks along.
-  __device__ void copy_interior(uint32_t slot, int part, int parts) {
+  // Copies the chunks [part * kCopies / parts, (part + 1) * kCopies / parts) of a tile that lies inside the operand along
+  // k; Whole: along outer too. The shares of a tile are copied in order, all of them before advance(): `next` walks along.
+  template <bool Whole>
+  __device__ void copy_share(uint32_t slot, int part, int parts) {
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
       if (i < part * kCopies / parts || i >= (part + 1) * kCopies / parts) continue;
       if (Tile::kRows % kRowStep == 0 || row() + i * kRowStep < Tile::kRows) {
         // Rows that are a multiple of 8 apart are swizzled alike.
-        cp_async_16(slot + (kRowStep % 8 == 0 ? target + i * kRowStep * Tile::kRowBytes : Tile::offset(row() + i * kRowStep, chunk())),
-                    next);
+        const uint32_t to =
+            slot + (kRowStep % 8 == 0 ? target + i * kRowStep * Tile::kRowBytes : Tile::offset(row() + i * kRowStep, chunk()));
+        if constexpr (Whole) {
+          cp_async_16(to, next);
+        } else if constexpr (AlongK) {
+          copy_chunk_part<16>(to, next, first_output() + output_step(i) < limit - first ? 8 : 0);
+        } else {
+          copy_chunk_part<16>(to, next, max_of(0, min_of(outer_end(chunk() * 8) - outer_index(chunk() * 8), 8)));
+        }
       }
       next += kAlternates && i % 2 ? odd_step : step;
     }
   }
 
+  // Along k: the output, counted from the tile's first, of a thread's first row, and from there to its i-th row.
+  __device__ static int first_output() { return Split ? row() / 16 * 8 + row() % 8 : row(); }
+  __device__ static constexpr int output_step(int i) {
+    return kAlternates ? i / 2 * 8 : Split ? i * kRowStep / 2 : i * kRowStep;
+  }
+
   // Copies the whole tile at depth k0 with every bound checked.
-  __device__ void copy_edge(uint32_t slot, int k0) const {
+  __device__ void copy_any(uint32_t slot, int k0) const {
 #pragma unroll 1
     for (int r = row(); r < Tile::kRows; r += kRowStep) {
       const int j = AlongK ? r : chunk() * 8;
@@ -128,12 +142,12 @@ struct OperandTile {
     }
   }
 
-  // The whole tile at depth k0, whatever it is.
+  // The whole tile at depth k0, wherever it lies.
   __device__ void copy(uint32_t slot, int k0) {
-    if (interior && k0 + BlockK <= depth) {
-      copy_interior(slot, 0, 1);
+    if (whole && k0 + BlockK <= depth) {
+      copy_share<true>(slot, 0, 1);
     } else {
-      copy_edge(slot, k0);
+      copy_any(slot, k0);
     }
   }
 
