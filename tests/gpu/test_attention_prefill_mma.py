@@ -145,6 +145,17 @@ def test_ragged(count: int, longest: int, window: tuple[int, int] | None, causal
           cu_seqlens_q=cu_seqlens(lens_q, CUDA), cu_seqlens_k=cu_seqlens(lens_k, CUDA))
 
 
+def test_ragged_kv_lens() -> None:
+    seed = seed_of("ragged kv_lens")
+    lens, used = [100, 0, 70, 129], [64, 0, 0, 129]
+    q, k, v = random_tensors([(299, 2, 64)] * 3, BF16, seed=seed, device=CUDA)
+    for b, n in enumerate(used):
+        rows = slice(sum(lens[:b]) + n, sum(lens[: b + 1]))
+        k[rows], v[rows] = INF, NAN
+    check(q, k, v, seed=seed, what="ragged kv_lens", causal=True, cu_seqlens_q=cu_seqlens(lens, CUDA),
+          cu_seqlens_k=cu_seqlens(lens, CUDA), kv_lens=torch.tensor(used, dtype=torch.int32, device=CUDA))
+
+
 def test_ragged_rows_past_the_last_request_stay_unwritten() -> None:
     q, k, v = random_tensors([(100, 2, 64)] * 3, FP16, seed=5, device=CUDA)
     lengths = cu_seqlens([30, 0, 40], CUDA)

@@ -119,7 +119,6 @@ def supports(problem: AttentionProblem, target: Target) -> Verdict:
         (p.layout == "ragged" or p.batch <= _MAX_GRID_YZ, f"batch {p.batch} exceeds the {_MAX_GRID_YZ} of a dense grid"),
         (p.num_q_heads <= _MAX_GRID_YZ // 4, f"{p.num_q_heads} query heads exceed {_MAX_GRID_YZ // 4}"),
         (p.alignment >= 2, f"alignment {p.alignment} is below an element's 2 bytes"),
-        (not (p.kv_lens and p.layout == "ragged"), "kv_lens with ragged layout: cu_seqlens_k already gives the lengths"),
         (not p.alibi, "alibi is not in prefill_mma"),
         (not p.sinks, "sinks are not in prefill_mma"),
         (p.mask is None, f"mask={p.mask} is not in prefill_mma"),
@@ -297,6 +296,7 @@ def coverage() -> Iterable[tuple[AttentionProblem, Config | None]]:
     yield replace(base, head_dim=256, head_dim_v=256, causal=True), None
     yield replace(base, head_dim=512, head_dim_v=512, causal=True, return_lse=True), None
     yield replace(base, layout="ragged", head_dim=96, head_dim_v=96, causal=True, return_lse=True), None
+    yield replace(base, layout="ragged", head_dim=64, head_dim_v=64, kv_lens=True), None
     for alignment in (8, 4, 2):
         yield replace(base, head_dim=32, head_dim_v=32, alignment=alignment), None
     yield replace(base, head_dim=64, head_dim_v=64, causal=True), Config(64, 64, 4, stages=3, query_in_registers=True)

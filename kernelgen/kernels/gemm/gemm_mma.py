@@ -35,7 +35,7 @@ _MAX_BLOCKS = (1 << 31) - 1  # grid x
 _REGISTERS_PER_THREAD = 255
 _REGISTERS_PER_SM = 65536
 # Registers besides accumulators and two sets of fragments (addresses of the copies, loop state). With 36 every config
-# of _CONFIGS passes and ptxas 13.0 spills in none of them.
+# of _MEASURED passes and ptxas 13.0 spills in none of them.
 _OTHER_REGISTERS = 36
 _RESERVED_SHARED_MEMORY = 1024  # per block, taken by the driver
 
@@ -74,14 +74,12 @@ class Config:
     stages: int = 3
     blocks_per_sm: int = 1
     raster_rows: int = 8
-    split: bool = False
 
     def __str__(self) -> str:
         words = f"{self.block_m}x{self.block_n}x{self.block_k} w{self.warps_m}x{self.warps_n}"
         words += f"x{self.warps_k}" if self.warps_k > 1 else ""
         words += f" s{self.stages}"
         words += f" b{self.blocks_per_sm}" if self.blocks_per_sm > 1 else ""
-        words += " sb" if self.split else ""
         return words + (f" r{self.raster_rows}" if self.raster_rows != 8 else "")
 
     @property
@@ -172,28 +170,64 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
     )
 
 
-_CONFIGS = (
-    Config(256, 128, 64, 4, 2, stages=3),
-    Config(128, 128, 64, 2, 2, stages=3, blocks_per_sm=2),
-    Config(128, 128, 32, 2, 2, stages=4),
-    Config(128, 64, 64, 2, 2, stages=3),
-    Config(64, 128, 64, 2, 2, stages=3),
-    Config(64, 64, 64, 2, 2, stages=4),
-    Config(32, 64, 128, 1, 2, 2, stages=4),
-    Config(16, 64, 128, 1, 1, 4, stages=4),
-    Config(16, 32, 128, 1, 1, 4, stages=6),
-    Config(32, 32, 64, 1, 1, 4, stages=4),
+@dataclass(frozen=True)
+class _Measured:
+    """A config and what it took on an H200 (2026-11-29, docs/design/gemm_portable.md), in nanoseconds per element of k.
+
+    alone  a block that has its SM for itself
+    full   an SM with blocks_per_sm blocks on it, wave after wave
+    """
+
+    config: Config
+    alone: float
+    full: float
+
+
+_MEASURED = (
+    _Measured(Config(256, 128, 64, 4, 2, stages=3), 16.0, 17.8),
+    _Measured(Config(128, 256, 64, 2, 4, stages=3), 16.2, 17.9),
+    _Measured(Config(128, 128, 64, 2, 2, stages=3, blocks_per_sm=2), 9.5, 18.1),
+    _Measured(Config(128, 64, 128, 2, 2, 2, stages=4), 5.5, 5.6),
+    _Measured(Config(128, 64, 64, 4, 1, stages=4, blocks_per_sm=2), 6.0, 10.6),
+    _Measured(Config(64, 64, 128, 2, 2, 2, stages=5), 3.7, 3.7),
+    _Measured(Config(64, 64, 64, 2, 2, stages=4, blocks_per_sm=3), 5.1, 9.5),
+    _Measured(Config(64, 32, 128, 2, 1, 4, stages=6), 2.5, 2.3),
+    _Measured(Config(32, 32, 256, 1, 1, 4, stages=5), 1.5, 1.45),
+    _Measured(Config(16, 64, 128, 1, 1, 4, stages=8), 1.6, 1.6),
+    _Measured(Config(16, 32, 256, 1, 1, 4, stages=6), 1.06, 1.3),
+    _Measured(Config(16, 16, 256, 1, 1, 8, stages=8), 0.78, 1.05),
+    # Of the 99 KB parts. Not measured there: the costs are those of the nearest tile above, plus a tenth.
+    _Measured(Config(128, 128, 32, 2, 2, stages=4), 12.0, 12.0),
+    _Measured(Config(64, 64, 64, 2, 2, stages=4), 5.6, 5.6),
+    _Measured(Config(32, 64, 128, 1, 2, 2, stages=4), 3.3, 3.3),
+    _Measured(Config(16, 64, 128, 1, 1, 4, stages=4), 2.5, 2.5),
 )
+# Start and end of a block, in nanoseconds: fits 1024^3 over all configs within 15 %. A full H200 copies 4300 bytes in one.
+_BLOCK_NS, _BLOCK_NS_PER_OUTPUT = 1200.0, 3000.0 / 32768
+_SM_BYTES_PER_NS = 4300 / 132
 
 
-def _cost(problem: GemmProblem, target: Target, config: Config) -> float:
-    return 0.0
+def _cost(problem: GemmProblem, target: Target, measured: _Measured) -> float:
+    """Estimated nanoseconds: waves of blocks, and no faster than memory brings a and b."""
+    p, c = problem, measured.config
+    tiles_m, tiles_n = _tiles(p, c)
+    per_sm = _ceil_div(tiles_m * tiles_n * p.batch, target.sm_count or 1)
+    waves, rest = divmod(per_sm, c.blocks_per_sm)
+    if waves == 1 and c.blocks_per_sm == 1:
+        waves, rest = 0, 1
+    share = (rest - 1) / max(c.blocks_per_sm - 1, 1)
+    per_k = waves * measured.full + (measured.alone + share * (measured.full - measured.alone) if rest else 0.0)
+    memory = 2 * p.batch * (p.m + p.n) / (_SM_BYTES_PER_NS * (target.sm_count or 1))
+    ends = _BLOCK_NS + _BLOCK_NS_PER_OUTPUT * c.block_m * c.block_n  # those between two waves are part of `full`
+    # Where memory is the limit, less work is still the better bet.
+    return p.k * (max(per_k, memory) + per_k / 10) + ends
 
 
 def candidates(problem: GemmProblem, target: Target) -> Iterator[Config]:
     """Legal configs, best guess first."""
-    fitting = [c for c in _CONFIGS if legal(problem, target, c)]
-    yield from sorted(fitting, key=lambda c: _cost(problem, target, c))
+    fitting = [m for m in _MEASURED if legal(problem, target, m.config)]
+    for measured in sorted(fitting, key=lambda m: _cost(problem, target, m)):
+        yield measured.config
 
 
 def spec(problem: GemmProblem, target: Target, config: Config) -> KernelSpec:
@@ -213,7 +247,7 @@ def spec(problem: GemmProblem, target: Target, config: Config) -> KernelSpec:
     parameters: dict[str, Any] = dict(
         element=p.a_dtype, out=DTYPES[p.out_dtype].cuda, bias_type=DTYPES[bias].cuda, c_type=DTYPES[addend].cuda,
         block_m=c.block_m, block_n=c.block_n, block_k=c.block_k, warps_m=c.warps_m, warps_n=c.warps_n, warps_k=c.warps_k,
-        stages=c.stages, blocks_per_sm=c.blocks_per_sm, raster_rows=c.raster_rows, split4=c.split, row_a=row_a, row_b=row_b, access=access,
+        stages=c.stages, blocks_per_sm=c.blocks_per_sm, raster_rows=c.raster_rows, row_a=row_a, row_b=row_b, access=access,
         vector_out=vector_out, bias=p.bias, activation=_ACTIVATIONS[p.activation], gate=_gate(p), accumulate=p.accumulate_c,
         shared_memory=c.shared_memory(row_a, row_b),
     )

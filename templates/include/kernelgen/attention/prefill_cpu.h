@@ -3,7 +3,7 @@
 // Everything is computed transposed: a register lane is a query row. One panel is kWidth rows (32 floats with AVX-512),
 //
 //   scores  S^T[key][row] = K[key][:]  . Q^T[:][row]      K is broadcast element by element, Q^T is packed once a task
-//   weights P^T[key][row] = exp2(S^T - peak[row])         maximum, sum and rescaling are vertical: no shuffles
+//   weights P^T[key][row] = exp(S^T - peak[row])          maximum, sum and rescaling are vertical: no shuffles
 //   output  O^T[col][row] += V^T[col][:] . P^T[:][row]    V is broadcast, P^T is read where the softmax left it
 //
 // so that neither K nor V is ever transposed, and rows never mix: what a lane holds beyond its own row, a NaN included,
@@ -94,7 +94,7 @@ struct PrefillCpu {
   struct alignas(64) Panel {
     Operand queries[kHeadDim * kWidth];   // Q^T [D / kDepth][row][kDepth]
     Scalar output[kHeadDimV * kWidth];    // O^T [Dv][row], not yet divided by total
-    Scalar peak[kWidth], total[kWidth];   // running maximum of S (in powers of two) and sum of P
+    Scalar peak[kWidth], total[kWidth];   // running maximum of S and sum of P
     int64_t first[kWidth], end[kWidth];   // keys that each row sees; rows past the last repeat its range
     Range range;
   };
@@ -184,6 +184,8 @@ struct PrefillCpu {
         for (int i = 0; i < kLanes && w + i < kWords; ++i) V::store(packed + (w + i) * kWidth + v * kLanes, x[i]);
       }
     }
+    if (const Scalar factor = Logit::query_factor(p); factor != 1)
+      for (Operand& x : panel.queries) x = narrow<Operand>(widen(x) * factor);
   }
 
   // The keys each row sees, and their union and intersection.
@@ -284,26 +286,38 @@ struct PrefillCpu {
     KERNELGEN_INLINE Reg choose(int, int, Reg seen, Reg) const { return seen; }
   };
 
-  // A logit in powers of two: scaled, or capped.
+  // Logits are kept without their positive factor, which is applied to the difference from the maximum: such
+  // differences are exact for logits of any size. The sign of the scale, and a scale of 0, go into the queries.
   struct Logit {
-    Reg inner, outer;
+    Reg inner, factor;  // kept = tanh(dot * inner) or dot; log2 of a weight = (kept - peak) * factor
+    double natural;     // natural logarithm of a weight = (kept - peak) * natural
+
     explicit Logit(const Params& p) {
-      constexpr double kLog2E = 1.4426950408889634074;
-      inner = V::broadcast(Scalar(Options::kSoftCap ? p.scale / p.soft_cap : p.scale * kLog2E));
-      outer = V::broadcast(Scalar(p.soft_cap * kLog2E));
+      constexpr double kLog2E = 1.4426950408889634074, kSmallest = sizeof(Scalar) == 4 ? 1e-37 : 1e-307;
+      natural = __builtin_fabs(Options::kSoftCap ? p.soft_cap : p.scale);
+      if (!Options::kSoftCap && natural == 0) natural = 1;
+      if (natural < kSmallest) natural = kSmallest;  // times -inf must not become NaN
+      factor = V::broadcast(Scalar(natural * kLog2E));
+      inner = V::broadcast(Scalar(Options::kSoftCap ? p.scale / natural : 0.0));
     }
-    KERNELGEN_INLINE Reg operator()(Reg dot) const {
-      if constexpr (Options::kSoftCap) return outer * kernelgen::tanh<V>(dot * inner);
-      else return dot * inner;
+    static Scalar query_factor(const Params& p) { return Options::kSoftCap || p.scale > 0 ? 1 : p.scale < 0 ? -1 : 0; }
+
+    KERNELGEN_INLINE Reg kept(Reg dot) const {
+      if constexpr (Options::kSoftCap) return kernelgen::tanh<V>(dot * inner);
+      else return dot;
+    }
+    template <int Degree = 6>
+    KERNELGEN_INLINE Reg weight(Reg kept, Reg peak) const {
+      return exp2_of_negative<V, Degree>((kept - peak) * factor);
     }
   };
 
   static constexpr Scalar kMinusInfinity = -__builtin_inf();
 
-  // kRows keys against the panel. A long depth is summed in blocks, as BLAS does: the rounding error of one chain of 512
-  // float sums would be 3 times that of a matmul.
+  // kRows keys against the panel, summed in blocks of the depth: with one chain of 512 float sums the largest error of a
+  // call was 3.5 times that of a matmul, with blocks of 64 1.5 times, with 32 about the same; none of them costs time.
   static KERNELGEN_INLINE Tile dot_products(const Operand* keys, const Operand* queries) {
-    constexpr int kBlock = kHeadDim > 192 ? 64 : kHeadDim;
+    constexpr int kBlock = kHeadDim > 32 ? 32 : kHeadDim;
     Tile t;
     t.clear();
     t.multiply(keys, kHeadDim, kDepth, queries, kBlock / kDepth);
@@ -328,7 +342,7 @@ struct PrefillCpu {
       for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
         for (int v = 0; v < kVecs; ++v) {
-          const Reg s = sight.choose(j + r, v, logit(t.acc[r][v]), V::broadcast(kMinusInfinity));
+          const Reg s = sight.choose(j + r, v, logit.kept(t.acc[r][v]), V::broadcast(kMinusInfinity));
           top[v] = V::max(s, top[v]);  // drops a NaN, which reaches the result through its weight
           V::store(b.scores + (j + r) * kWidth + v * kLanes, s);
         }
@@ -336,18 +350,18 @@ struct PrefillCpu {
     for (int v = 0; v < kVecs; ++v) peak[v] = top[v];
   }
 
-  // P^T = exp2(S^T - peak): in place, or as pairs in their own buffer. Returns the sums in `total`.
-  static void weights(const Buffers& b, int begin, int end, const Reg (&peak)[kVecs], Reg (&total)[kVecs]) {
+  // P^T: in place, or as pairs in their own buffer. Returns the sums in `total`.
+  static void weights(const Buffers& b, const Logit& logit, int begin, int end, const Reg (&peak)[kVecs], Reg (&total)[kVecs]) {
     Reg sum[kVecs];
     for (int v = 0; v < kVecs; ++v) sum[v] = V::zero();
     for (int j = begin; j < end; j += kDepth) {
 #pragma GCC unroll 8
       for (int v = 0; v < kVecs; ++v) {
         Scalar* s = b.scores + j * kWidth + v * kLanes;
-        const Reg p = exp2_of_negative<V, kExpDegree>(V::load(s) - peak[v]);
+        const Reg p = logit.template weight<kExpDegree>(V::load(s), peak[v]);
         sum[v] = sum[v] + p;
         if constexpr (kDepth == 2) {
-          const Reg next = exp2_of_negative<V, kExpDegree>(V::load(s + kWidth) - peak[v]);
+          const Reg next = logit.template weight<kExpDegree>(V::load(s + kWidth), peak[v]);
           sum[v] = sum[v] + next;
           _mm512_storeu_si512(b.weights + j * kWidth + v * kLanes * 2, Product::narrow_pairs(p, next));
         } else {
@@ -402,7 +416,7 @@ struct PrefillCpu {
 
   // ---- A task -----------------------------------------------------------------------------------------------------
 
-  static void store_rows(const Params& p, const Task& t, const Panel& panel, int64_t row, int64_t rows) {
+  static void store_rows(const Params& p, const Task& t, const Panel& panel, const Logit& logit, int64_t row, int64_t rows) {
     Element* out = static_cast<Element*>(p.out) + t.batch * p.out_batch + t.q_begin * p.out_row +
                    t.head * p.group_size * p.out_head;
     for (int v = 0; v < kVecs; ++v) {
@@ -424,7 +438,7 @@ struct PrefillCpu {
       float* lse = p.lse + t.batch * p.lse_batch + t.q_begin * p.lse_row + t.head * p.group_size * p.lse_head;
       for (int64_t l = 0; l < rows; ++l) {
         const int64_t r = row + l;
-        const double log = panel.peak[l] * 0.69314718055994530942 + __builtin_log(double(panel.total[l]));
+        const double log = panel.peak[l] * logit.natural + __builtin_log(double(panel.total[l]));
         lse[r / p.group_size * p.lse_row + r % p.group_size * p.lse_head] = float(panel.total[l] == 0 ? kMinusInfinity : log);
       }
     }
@@ -448,9 +462,9 @@ struct PrefillCpu {
       V::store(panel.peak + v * kLanes, peak[v]);
       // A row that has seen nothing yet: -inf - 0 stays -inf, where -inf - -inf would be NaN.
       peak[v] = V::select(V::equal(peak[v], minus_infinity), V::zero(), peak[v]);
-      alpha[v] = exp2_of_negative<V>(before[v] - peak[v]);
+      alpha[v] = logit.weight(before[v], peak[v]);
     }
-    weights(b, begin, end, peak, total);
+    weights(b, logit, begin, end, peak, total);
     for (int v = 0; v < kVecs; ++v) {
       Scalar* sum = panel.total + v * kLanes;
       V::store(sum, V::fma(V::load(sum), alpha[v], total[v]));
@@ -498,7 +512,7 @@ struct PrefillCpu {
       const bool finite = whole || all_finite(values, p.v_row, begin, end);
       for (int i = 0; i < panels; ++i) step(b.panels[i], b, logit, values, p.v_row, tile, end, finite);
     }
-    for (int i = 0; i < panels; ++i) store_rows(p, t, b.panels[i], t.row + i * kWidth, t.rows - i * kWidth);
+    for (int i = 0; i < panels; ++i) store_rows(p, t, b.panels[i], logit, t.row + i * kWidth, t.rows - i * kWidth);
   }
 };
 

@@ -156,7 +156,7 @@ struct PrefillMma : Options {
     // next tile; the rest of the shared tile becomes 0.
     __device__ static void load(uint32_t shared, const T*& from, int64_t row_stride, int rows, int columns) {
       each([&](int down, int right) {
-        const bool valid = row() < rows - down && (Tile::kChunks * 8 == columns || chunk() * 8 < columns - right * 8);
+        const bool valid = down < rows - row() && (Tile::kChunks * 8 == columns || chunk() * 8 < columns - right * 8);
         copy_16_aligned<Options::kAlignment>(shared + offset(down, right), from + down * row_stride + right * 8, valid);
       });
       from += Tile::kRows * row_stride;
@@ -214,7 +214,7 @@ struct PrefillMma : Options {
       work.seq_q = p.cu_seqlens_q[work.request + 1] - work.q_start;
       work.seq_k = p.cu_seqlens_k[work.request + 1] - work.k_start;
     }
-    if constexpr (Options::kKvLens) work.seq_k = min(max(p.kv_lens[work.request], 0), p.seq_k);
+    if constexpr (Options::kKvLens) work.seq_k = min(max(p.kv_lens[work.request], 0), work.seq_k);
     // Under a right bound later tiles see more keys: they start first, so that the last wave is of short ones.
     if constexpr (Options::kBoundedRight) tile = tiles - 1 - tile;
     work.first_query = tile * kBlockQ;

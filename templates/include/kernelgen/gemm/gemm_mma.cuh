@@ -17,7 +17,6 @@
 
 #include <kernelgen/activation/activations.cuh>
 #include <kernelgen/cuda/mma.cuh>
-#include <kernelgen/cuda/split_barrier.cuh>
 #include <kernelgen/cuda/vector_io.cuh>
 #include <kernelgen/cuda/warp.cuh>
 #include <kernelgen/gemm/operand_tile.cuh>
@@ -67,9 +66,7 @@ struct GemmMma : Options {
   static constexpr int kTilesM = kWarpRows / 16;          // m16 tiles of a warp
   static constexpr int kTilesN = kWarpColumns / 8;        // n8 tiles
   static constexpr int kSteps = kBlockK / 16 / kWarpsK;   // k16 steps of a warp in one k tile
-  // With four steps the barrier between two tiles is split around the last but one step's products; fewer leave no room.
-  static constexpr bool kSplitBarrier = Options::kSplit4 && kSteps >= 4;
-  static constexpr int kShares = max_of(1, kSteps - (kSplitBarrier ? 2 : 1));  // of a tile's copies, one per step
+  static constexpr int kShares = max_of(1, kSteps - 1);   // of a tile's copies, one in each step but the last
   static constexpr bool kGated = kGate != Gate::kNone;
   static constexpr bool kSplit = kGate == Gate::kGateFirst || kGate == Gate::kUpFirst;
   static constexpr int kBlockOutputs = kGated ? kBlockN / 2 : kBlockN;
@@ -158,7 +155,7 @@ struct GemmMma : Options {
   // Multiplies the tile in ring.slot while the one kStages - 1 further on, at depth k0, is copied.
   template <Copies copies>
   __device__ static void multiply_tile(Accumulators& sums, Fragments (&fragments)[2], TileA& a, TileB& b, Ring& ring,
-                                       SplitBarrier& barrier, int a_lane, int b_lane, bool has_next, int k0) {
+                                       int a_lane, int b_lane, bool has_next, int k0) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       if constexpr (copies != Copies::kAny) {
@@ -174,38 +171,21 @@ struct GemmMma : Options {
         a.advance();
         b.advance();
         ring.turn();
-        if constexpr (kSplitBarrier) {
-          barrier.wait();
-        } else {
-          land_next_tile();
-          __syncthreads();
-        }
+        cp_async_commit();  // also when empty: the number of groups per tile is what cp_async_wait counts
+        cp_async_wait<kStages - 2>();
         // The next tile is visible to the block; and every warp has read its last fragments of this tile, whose slot is
         // refilled from now on.
+        __syncthreads();
       }
       // After the last tile this reads a stale slot into fragments that nobody uses.
       load_fragments(fragments[(step + 1) % 2], ring.slot, a_lane, b_lane, (step + 1) % kSteps);
-      if (kSplitBarrier && step == kSteps - 2) {
-        land_next_tile();
-        barrier.arrive();  // with this warp's share of the next tile landed and its last fragments of this one read
-      }
       multiply(sums, fragments[step % 2]);
     }
     if constexpr (kSteps % 2 == 1) fragments[0] = fragments[1];
   }
 
-  // This thread's copies of the next tile are done. Commits also when nothing was copied: the number of groups per tile is
-  // what cp_async_wait counts.
-  __device__ static void land_next_tile() {
-    cp_async_commit();
-    cp_async_wait<kStages - 2>();
-  }
-
   __device__ static void accumulate(Accumulators& sums, const GemmMmaParams& p, TileA& a, TileB& b, uint32_t shared) {
     constexpr int kAhead = kStages - 1;
-    __shared__ uint64_t barrier_storage;
-    if (kSplitBarrier && threadIdx.x == 0) SplitBarrier::init(&barrier_storage, kWarps);
-    SplitBarrier barrier(&barrier_storage);
     const int tiles = ceil_div(p.k, kBlockK);
     const WarpPosition warp = warp_position();
     const int a_lane = TileA::template lane_offset<true>(warp.m * kWarpRows, warp.k * kSteps);
@@ -222,7 +202,7 @@ struct GemmMma : Options {
       cp_async_commit();
     }
     cp_async_wait<kStages - 2>();
-    __syncthreads();  // the first tile, and the barrier, are visible to the whole block
+    __syncthreads();  // the first tile is visible to the whole block
 
     Fragments fragments[2];
     load_fragments(fragments[0], shared, a_lane, b_lane, 0);
@@ -232,14 +212,14 @@ struct GemmMma : Options {
     const auto inside = [&] { return (tile + kAhead + 1) * kBlockK <= p.k; };
     if constexpr (Options::kAccess == 16) {
       if (a.whole && b.whole) {
-        for (; inside(); ++tile) multiply_tile<Copies::kWhole>(sums, fragments, a, b, ring, barrier, a_lane, b_lane, true, 0);
+        for (; inside(); ++tile) multiply_tile<Copies::kWhole>(sums, fragments, a, b, ring, a_lane, b_lane, true, 0);
       } else {
-        for (; inside(); ++tile) multiply_tile<Copies::kOuterEdge>(sums, fragments, a, b, ring, barrier, a_lane, b_lane, true, 0);
+        for (; inside(); ++tile) multiply_tile<Copies::kOuterEdge>(sums, fragments, a, b, ring, a_lane, b_lane, true, 0);
       }
     }
 #pragma unroll 1
     for (; tile < tiles; ++tile) {
-      multiply_tile<Copies::kAny>(sums, fragments, a, b, ring, barrier, a_lane, b_lane, tile + kAhead < tiles, (tile + kAhead) * kBlockK);
+      multiply_tile<Copies::kAny>(sums, fragments, a, b, ring, a_lane, b_lane, tile + kAhead < tiles, (tile + kAhead) * kBlockK);
     }
     cp_async_wait<0>();
     __syncthreads();  // every warp is done with the ring: the epilogue reuses it

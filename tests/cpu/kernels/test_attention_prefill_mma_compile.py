@@ -1,0 +1,146 @@
+"""attention/prefill_mma without a GPU: everything compiles for every architecture, tuned kernels keep their resources.
+
+The table beside this file holds registers, spills and shared memory of the tuned kernels. After a change that moves
+them on purpose: ``python tests/cpu/kernels/test_attention_prefill_mma_compile.py`` writes it anew.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kernelgen import build
+from kernelgen.cache.jobs import build_many
+from kernelgen.kernels.attention import prefill_mma
+from kernelgen.problems.attention import AttentionProblem
+from kernelgen.specs import KernelSpec
+from kernelgen.targets import Target
+
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
+TABLE = Path(__file__).with_name("ptxas_attention_prefill_mma.json")
+TABLE_ARCHS = ("sm_80", "sm_90a")
+# Large enough that the tuned row of the table is chosen, not the short tiles for few requests.
+BASE = AttentionProblem("dense", 8, 4096, 4096, 32, 8, 128, 128, "bf16", "bf16", "bf16")
+MEMORY_PER_JOB = 2**28
+
+
+def compiled(specs: Iterable[KernelSpec]) -> dict[str, dict[str, Any]]:
+    """Spec name -> meta of its artifact, compiled in parallel."""
+    wanted = list(specs)
+    jobs = build_many([lambda s=s: build.build(s) for s in wanted], labels=[str(s) for s in wanted],
+                      memory_per_job_bytes=MEMORY_PER_JOB)
+    return {spec.name: job.result()[0].meta for spec, job in zip(wanted, jobs)}
+
+
+def tuned_specs(arch: str) -> list[tuple[AttentionProblem, KernelSpec]]:
+    target = Target.parse(arch)
+    found = []
+    for d in (64, 96, 128, 192, 256):
+        for causal in (False, True):
+            problem = replace(BASE, head_dim=d, head_dim_v=d, causal=causal, return_lse=causal)
+            config = next(iter(prefill_mma.candidates(problem, target)))
+            found.append((problem, prefill_mma.spec(problem, target, config)))
+    return found
+
+
+def measured(arch: str) -> dict[str, dict[str, int]]:
+    """One row of the table per tuned kernel."""
+    specs = [spec for _, spec in tuned_specs(arch)]
+    reports = compiled(specs)
+    return {
+        spec.name: {
+            "registers": reports[spec.name]["registers"],
+            "spill_bytes": reports[spec.name]["spill_stores"] + reports[spec.name]["spill_loads"],
+            "shared_memory": int(dict(spec.parameters)["shared_memory"]),  # type: ignore[arg-type]
+        }
+        for spec in specs
+    }
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_coverage_compiles(arch: str) -> None:
+    target = Target.parse(arch)
+    specs = []
+    for problem, config in prefill_mma.coverage():
+        assert prefill_mma.supports(problem, target)
+        chosen = config or next(iter(prefill_mma.candidates(problem, target)))
+        assert prefill_mma.legal(problem, target, chosen)
+        specs.append(prefill_mma.spec(problem, target, chosen))
+    for name, report in compiled(specs).items():
+        assert report["registers"] <= 255, name
+
+
+@pytest.mark.parametrize("arch", TABLE_ARCHS)
+def test_tuned_kernels_keep_their_resources(arch: str) -> None:
+    """No spills, no more registers than committed, the same shared memory."""
+    expected = json.loads(TABLE.read_text())[arch]
+    got = measured(arch)
+    assert sorted(got) == sorted(expected), "the tuned kernels changed: write the table anew (see the module's docstring)"
+    for name, row in got.items():
+        assert row["spill_bytes"] == 0, f"{name} on {arch} spills"
+        assert row["registers"] <= expected[name]["registers"], f"{name} on {arch}: {row} against {expected[name]}"
+        assert row["shared_memory"] == expected[name]["shared_memory"], f"{name} on {arch}"
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_head_dim_has_a_config(arch: str) -> None:
+    """Also where a block has only 99 KB of shared memory."""
+    target = Target.parse(arch)
+    dims = [(d, d) for d in range(8, 513, 8)] + [(576, 512), (8, 512), (512, 8), (192, 128), (128, 512), (264, 64)]
+    for d, dv in dims:
+        problem = replace(BASE, head_dim=d, head_dim_v=dv)
+        assert prefill_mma.supports(problem, target)
+        configs = list(prefill_mma.candidates(problem, target))
+        assert configs, f"no config for head dims {d}/{dv} on {arch}"
+        for config in configs:
+            assert config.shared_memory(d, dv) <= target.shared_memory_per_block
+            assert config.registers(d, dv) <= 255
+
+
+def test_one_spec_for_all_lengths_batches_and_head_counts() -> None:
+    """What varies from call to call must not compile anew."""
+    target = Target.parse("sm_90a")
+    config = prefill_mma.Config(128, 64, 4)
+    spec = prefill_mma.spec(BASE, target, config)
+    for change in ({"batch": 3}, {"seq_q": 77}, {"seq_k": 99}, {"num_q_heads": 64}, {"num_kv_heads": 1}):
+        assert prefill_mma.spec(replace(BASE, **change), target, config) == spec  # type: ignore[arg-type]
+    right = prefill_mma.spec(replace(BASE, causal=True), target, config)
+    assert prefill_mma.spec(replace(BASE, window=(None, 5)), target, config) == right != spec
+
+
+def test_batch_invariant_config_ignores_the_batch() -> None:
+    target = Target.parse("sm_90a")
+    chosen = {next(iter(prefill_mma.candidates(replace(BASE, batch=b, batch_invariant=True), target))) for b in (1, 2, 64)}
+    assert len(chosen) == 1
+    one = replace(BASE, batch=1, seq_q=256)
+    assert next(iter(prefill_mma.candidates(one, target))).block_q < next(iter(chosen)).block_q
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"q_dtype": "fp32", "kv_dtype": "fp32", "out_dtype": "fp32"}, "fp32"), ({"kv_dtype": "e4m3"}, "e4m3"),
+    ({"head_dim": 65}, "65"), ({"head_dim": 520}, "520"), ({"alibi": True}, "alibi"), ({"sinks": True}, "sinks"),
+    ({"mask": "dense"}, "mask=dense"), ({"variant": "mine"}, "variant mine"), ({"block_mask": True}, "block_mask"),
+    ({"scales": "tensor"}, "scales=tensor"), ({"requires_grad": True}, "requires_grad"), ({"batch": 70000}, "70000"),
+    ({"num_q_heads": 30}, "30 query heads"), ({"seq_k": 2**30}, str(2**30)),
+])
+def test_refusals_name_the_value(change: dict[str, Any], words: str) -> None:
+    verdict = prefill_mma.supports(replace(BASE, **change), Target.parse("sm_80"))
+    assert not verdict and words in verdict.reason
+
+
+def test_illegal_configs_say_why() -> None:
+    target = Target.parse("sm_86")
+    for config, words in ((prefill_mma.Config(72, 64, 4), "block_q 72"), (prefill_mma.Config(64, 40, 4), "block_k 40"),
+                          (prefill_mma.Config(128, 128, 4), "registers"), (prefill_mma.Config(128, 64, 8, 2), "shared memory"),
+                          (prefill_mma.Config(64, 64, 4, value_splits=9), "value splits")):
+        verdict = prefill_mma.legal(replace(BASE, head_dim=192, head_dim_v=128), target, config)
+        assert not verdict and words in verdict.reason, (config, verdict)
+
+
+if __name__ == "__main__":
+    TABLE.write_text(json.dumps({arch: measured(arch) for arch in TABLE_ARCHS}, indent=1) + "\n")

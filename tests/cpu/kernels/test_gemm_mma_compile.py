@@ -1,0 +1,182 @@
+"""gemm/gemm_mma and the CUDA row kernels without a GPU: everything compiles for every architecture, tuned kernels keep
+their resources.
+
+The table beside this file holds registers, spills and shared memory of the tuned kernels. After a change that moves
+them on purpose: ``python tests/cpu/kernels/test_gemm_mma_compile.py`` writes it anew.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kernelgen import build
+from kernelgen.cache.jobs import build_many
+from kernelgen.kernels.activation import silu_and_mul_cuda
+from kernelgen.kernels.base import KernelFamily
+from kernelgen.kernels.gemm import gemm_mma
+from kernelgen.kernels.gemm.gemm_mma import Config
+from kernelgen.kernels.norm import rmsnorm_cuda
+from kernelgen.problems.gemm import GemmProblem
+from kernelgen.problems.rows import RmsNormProblem
+from kernelgen.specs import KernelSpec
+from kernelgen.targets import Target
+from kernelgen.toolchains import toolchain
+
+FAMILIES = (gemm_mma.FAMILY, rmsnorm_cuda.FAMILY, silu_and_mul_cuda.FAMILY)
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
+# sm_86 stands for every part with 99 KB of shared memory, sm_90a for the others: there all of coverage() compiles. The
+# other architectures compile the instructions in use once each, which is what could differ.
+FULL_ARCHS = ("sm_86", "sm_90a")
+TABLE = Path(__file__).with_name("ptxas_gemm_mma.json")
+TABLE_ARCHS = ("sm_80", "sm_90a")
+BASE = GemmProblem(1, 4096, 4096, 4096, "bf16", "bf16", "bf16", b_order="col")
+MEMORY_PER_JOB = 2**28
+
+
+def compiled(specs: Iterable[KernelSpec]) -> dict[str, dict[str, Any]]:
+    """Spec name -> meta of its artifact, compiled in parallel."""
+    wanted = list(specs)
+    toolchain("nvrtc").identity()  # loads the library once, before several threads ask for it
+    jobs = build_many([lambda s=s: build.build(s) for s in wanted], labels=[str(s) for s in wanted],
+                      memory_per_job_bytes=MEMORY_PER_JOB)
+    return {spec.name: job.result()[0].meta for spec, job in zip(wanted, jobs)}
+
+
+def covered(family: KernelFamily, target: Target) -> list[KernelSpec]:
+    specs = []
+    for problem, config in family.coverage():
+        assert family.supports(problem, target), problem
+        chosen = config or next(iter(family.candidates(problem, target)))
+        assert family.legal(problem, target, chosen), (problem, chosen)
+        specs.append(family.spec(problem, target, chosen))
+    return specs
+
+
+def tuned_specs(arch: str) -> list[KernelSpec]:
+    """Every config that the chooser may pick, and what differs most from it in registers."""
+    target = Target.parse(arch)
+    configs = [m.config for m in gemm_mma._MEASURED if gemm_mma.legal(BASE, target, m.config)]
+    specs = [gemm_mma.spec(BASE, target, config) for config in configs]
+    wide = configs[0]
+    specs.append(gemm_mma.spec(replace(BASE, b_order="row", a_order="col"), target, wide))
+    specs.append(gemm_mma.spec(replace(BASE, activation="swiglu"), target, wide))
+    for shape in rmsnorm_cuda._SHAPES:
+        config = rmsnorm_cuda.Config(*shape)
+        problem = RmsNormProblem(64, 8 * config.lanes * max(config.kept, 1), "bf16", "bf16", True)
+        if rmsnorm_cuda.legal(problem, target, config):
+            specs.append(rmsnorm_cuda.spec(problem, target, config))
+    return specs
+
+
+def measured(arch: str) -> dict[str, dict[str, int]]:
+    """One row of the table per tuned kernel."""
+    specs = tuned_specs(arch)
+    reports = compiled(specs)
+    return {
+        spec.name: {
+            "registers": reports[spec.name]["registers"],
+            "spill_bytes": reports[spec.name]["spill_stores"] + reports[spec.name]["spill_loads"],
+            "shared_memory": int(dict(spec.parameters).get("shared_memory", 0)),  # type: ignore[call-overload]
+        }
+        for spec in specs
+    }
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_coverage_compiles(arch: str) -> None:
+    target = Target.parse(arch)
+    if arch in FULL_ARCHS:
+        specs = [spec for family in FAMILIES for spec in covered(family, target)]
+    else:
+        small = Config(64, 64, 64, 2, 2, stages=3)
+        gated = replace(BASE, activation="swiglu", b_order="row", alignment=4)
+        specs = [gemm_mma.spec(replace(BASE, a_dtype="fp16", b_dtype="fp16"), target, small), gemm_mma.spec(gated, target, small)]
+        specs += [covered(family, target)[0] for family in FAMILIES[1:]]
+    for name, report in compiled(specs).items():
+        assert report["registers"] <= 255 and report["spill_stores"] == 0, (name, report)
+
+
+@pytest.mark.parametrize("arch", TABLE_ARCHS)
+def test_tuned_kernels_keep_their_resources(arch: str) -> None:
+    """No spills, no more registers than committed, the same shared memory."""
+    expected = json.loads(TABLE.read_text())[arch]
+    got = measured(arch)
+    assert sorted(got) == sorted(expected), "the tuned kernels changed: write the table anew (see the module's docstring)"
+    for name, row in got.items():
+        assert row["spill_bytes"] == 0, f"{name} on {arch} spills"
+        assert row["registers"] <= expected[name]["registers"], f"{name} on {arch}: {row} against {expected[name]}"
+        assert row["shared_memory"] == expected[name]["shared_memory"], f"{name} on {arch}"
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_problem_has_a_config(arch: str) -> None:
+    """Also where a block has only 99 KB of shared memory, in every order and with every gate."""
+    target = Target.parse(arch)
+    for orders in (("row", "row"), ("row", "col"), ("col", "row"), ("col", "col")):
+        for activation, gate_up in ((None, "gate_first"), ("swiglu", "gate_first"), ("geglu", "interleaved")):
+            for m in (1, 17, 64, 100, 256, 1000, 5000):
+                for n in (2, 30, 576, 4096):
+                    problem = replace(BASE, m=m, n=n, a_order=orders[0], b_order=orders[1], activation=activation, gate_up=gate_up)
+                    assert gemm_mma.supports(problem, target)
+                    configs = list(gemm_mma.candidates(problem, target))
+                    assert configs, f"no config for {problem} on {arch}"
+                    for config in configs:
+                        assert config.shared_memory(orders[0] == "row", orders[1] == "row") <= target.shared_memory_per_block
+
+
+def test_choice_follows_the_measurements() -> None:
+    """The fastest measured config of each shape, or one within 4 % of it (docs/design/gemm_portable.md)."""
+    target = Target.parse("sm_90a")
+    for shape, expected in (
+        ((4096, 4096, 4096), "256x128x64 w4x2 s3"), ((512, 4096, 7168), "128x128x64 w2x2 s3 b2"),
+        ((256, 4096, 7168), "128x64x128 w2x2x2 s4"), ((128, 4096, 7168), "64x64x128 w2x2x2 s5"),
+        ((64, 4096, 7168), "64x32x128 w2x1x4 s6"), ((16, 4096, 7168), "16x32x256 w1x1x4 s6"),
+    ):
+        m, n, k = shape
+        assert str(next(iter(gemm_mma.candidates(replace(BASE, m=m, n=n, k=k), target)))) == expected
+
+
+def test_one_spec_for_all_extents_and_batches() -> None:
+    """What varies from call to call must not compile anew."""
+    target = Target.parse("sm_90a")
+    config = Config(64, 64, 64, 2, 2)
+    spec = gemm_mma.spec(BASE, target, config)
+    for change in ({"m": 3}, {"n": 80}, {"k": 99}, {"batch": 9}, {"batched_b": True}, {"accumulate": "fast"}):
+        assert gemm_mma.spec(replace(BASE, **change), target, config) == spec  # type: ignore[arg-type]
+    # The up half of a row-order b starts N / 2 elements into a row: an odd half takes two-byte accesses.
+    gated = replace(BASE, b_order="row", activation="swiglu")
+    assert "_a2_" in gemm_mma.spec(replace(gated, n=4098), target, config).name
+    assert "_a2_" not in gemm_mma.spec(gated, target, config).name
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"a_dtype": "fp32", "b_dtype": "fp32"}, "fp32"), ({"b_dtype": "fp16"}, "bf16 and fp16"), ({"out_dtype": "e4m3"}, "e4m3"),
+    ({"bias_dtype": "fp64"}, "fp64"), ({"scales": "row"}, "scales=row"), ({"weight_format": "int4"}, "int4"),
+    ({"requires_grad": True}, "requires_grad"), ({"k": 2**31}, str(2**31)),
+])
+def test_refusals_name_the_value(change: dict[str, Any], words: str) -> None:
+    verdict = gemm_mma.supports(replace(BASE, **change), Target.parse("sm_80"))
+    assert not verdict and words in verdict.reason
+
+
+def test_illegal_configs_say_why() -> None:
+    target = Target.parse("sm_86")
+    for config, words in (
+        (Config(96, 64, 64, 1, 2), "96x32"), (Config(64, 64, 48, 2, 2), "block_k 48"), (Config(256, 256, 64, 2, 2), "registers"),
+        (Config(128, 128, 64, 2, 2, stages=4), "shared memory"), (Config(64, 64, 64, 2, 2, stages=1), "1 stages"),
+        (Config(16, 64, 1024, 1, 1), "whole rows"),
+    ):
+        verdict = gemm_mma.legal(BASE, target, config)
+        assert not verdict and words in verdict.reason, (config, verdict)
+    gated = replace(BASE, activation="swiglu")
+    assert "gate and up" in gemm_mma.legal(gated, target, Config(16, 16, 256, 1, 1)).reason
+
+
+if __name__ == "__main__":
+    TABLE.write_text(json.dumps({arch: measured(arch) for arch in TABLE_ARCHS}, indent=1) + "\n")
