@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kernelgen.errors import DtypeError, SettingsError, ShapeError
-from kernelgen.reference.activation import apply_activation, is_gated
+from kernelgen.reference.activation import ACTIVATIONS, apply_activation, is_gated
 from kernelgen.reference.checks import (
     as_index_list,
     check_compute_dtype,
@@ -137,6 +137,7 @@ def moe(x: torch.Tensor, w13: Weight, w2: Weight, weights: torch.Tensor, ids: to
     SettingsError.
     """
     check_compute_dtype(compute_dtype)
+    check_option("activation", activation, ACTIVATIONS)
     check_option("act_recipe", act_recipe, (None, "row", "block_1x128"))
     check_rank("x", x, (2,), "(T, H)")
     check_ids(ids)

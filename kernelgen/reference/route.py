@@ -109,7 +109,7 @@ def _largest(key: torch.Tensor, k: int, kept: torch.Tensor | None = None) -> tor
 
 
 def _kept_experts(key: torch.Tensor, num_groups: int, topk_groups: int) -> torch.Tensor:
-    grouped = key.reshape(key.shape[0], num_groups, -1)
+    grouped = key.reshape(key.shape[0], num_groups, key.shape[1] // num_groups)
     ranked = torch.sort(grouped, dim=2, descending=True).values[:, :, :2]
     best = _largest(ranked.sum(2), topk_groups)
     kept = torch.zeros(key.shape[0], num_groups, dtype=torch.bool, device=key.device).scatter_(1, best, True)

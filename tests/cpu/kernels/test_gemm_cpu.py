@@ -58,9 +58,10 @@ def test_sizes_orders_and_strides(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", (F32, BF16), ids=str)
 def test_instruction_levels(level: str, dtype: torch.dtype) -> None:
     for order in ORDERS:
-        what = f"{level} {order} {dtype}"
-        a, b = operands(45, 85, 333, dtype, seed=seed_of(what), order=order)
-        check_gemm(a, b, seed=seed_of(what), what=what)
+        for m in (45, 3):
+            what = f"{level} {order} {dtype} m={m}"
+            a, b = operands(m, 85, 333, dtype, seed=seed_of(what), order=order)
+            check_gemm(a, b, seed=seed_of(what), what=what)
     assert any(report.spec.endswith(f"[cpu-{level}]") for report in build.reports())
 
 
@@ -69,6 +70,28 @@ def test_gated_tile_of_avx2(level: str) -> None:
     for order in ORDERS:
         a, b = operands(20, 58, 100, F32, seed=5, order=order)
         check_gemm(a, b, seed=5, what=f"swiglu {order}", activation="swiglu", gate_up="up_first")
+
+
+@pytest.mark.parametrize("dtype", (F32, BF16, FP16, F64), ids=str)
+def test_few_rows(dtype: torch.dtype) -> None:
+    """Up to four rows read b where it lies; five take the packed form."""
+    for m in (1, 2, 3, 4, 5):
+        for n, k in ((1, 40), (7, 1), (33, 5), (40, 31), (70, 32), (600, 67)):
+            for i, order in enumerate(ORDERS):
+                what = f"{m}x{n}x{k} {order} {dtype}"
+                a, b = operands(m, n, k, dtype, seed=seed_of(what), order=order, pad=i, batch=2, batched_b=True)
+                check_gemm(a, b, seed=seed_of(what), what=what, out_pad=1)
+    # k = 1 with any stride between the columns is a column order.
+    a, b = operands(2, 12, 1, dtype, seed=1)
+    check_gemm(a, b.expand(3, 12).contiguous().mT.contiguous().mT[:1], seed=1, what="k = 1, strided columns")
+
+
+def test_few_rows_gated() -> None:
+    for activation, gate_up in (("swiglu", "gate_first"), ("geglu", "up_first"), ("swiglu", "interleaved")):
+        for order in ("rr", "rc"):
+            a, b = operands(3, 90, 50, F32, seed=2, order=order)
+            bias, c = random_tensor((90,), seed=3), random_tensor((3, 45), seed=4)
+            check_gemm(a, b, seed=2, what=f"{activation} {gate_up} {order}", bias=bias, activation=activation, gate_up=gate_up, c=c)
 
 
 @pytest.mark.parametrize("k", (0, 1, 2, 191, 192, 193, 385, 768, 769))

@@ -24,7 +24,7 @@ def close(actual: Any, expected: torch.Tensor) -> None:
 def test_gemm_by_hand() -> None:
     a, b = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0], [5.0, -6.0]])
     out = gemm(a, b, bias=torch.tensor([1.0, 1.0]), c=torch.tensor([[10.0, 10.0]]), beta=0.5, activation="relu")
-    assert out.tolist() == [[13.0 + 5 + 1, 0.0]]  # relu(-8 + 5 + 1)
+    assert out.tolist() == [[19.0, 5.0]]  # relu(13 + 1) + 5, relu(-8 + 1) + 5
 
 
 @pytest.mark.parametrize(("a_shape", "b_shape"), [((5, 7), (7, 3)), ((2, 5, 7), (7, 3)), ((2, 3, 5, 7), (2, 3, 7, 4))])
@@ -34,7 +34,7 @@ def test_gemm_equals_matmul(a_shape: tuple[int, ...], b_shape: tuple[int, ...]) 
     close(gemm(a, b), expected)
     bias, c = random_tensor(b_shape[-1:], torch.float32, seed=2), random_tensor(expected.shape, torch.bfloat16, seed=3)
     close(gemm(a, b, bias=bias, c=c, beta=2.0, activation="gelu"),
-          F.gelu(expected + 2 * c.double() + bias.double()))
+          F.gelu(expected + bias.double()) + 2 * c.double())
     assert gemm(a, b, compute_dtype=torch.float32).dtype == torch.float32
 
 
@@ -47,6 +47,10 @@ def test_gated_epilogue_halves_n(activation: str, gate_up: str) -> None:
               "interleaved": (h[:, ::2], h[:, 1::2])}[gate_up]
     act = F.silu if activation == "swiglu" else F.gelu
     close(gemm(a, b, bias=bias, activation=activation, gate_up=gate_up), act(halves[0]) * halves[1])
+    residual = random_tensor((5, 4), torch.float64, seed=5)
+    close(gemm(a, b, bias=bias, activation=activation, gate_up=gate_up, c=residual), act(halves[0]) * halves[1] + residual)
+    with pytest.raises(ShapeError, match="c: got shape"):
+        gemm(a, b, activation=activation, c=torch.zeros(5, 8))
 
 
 def test_beta_zero_does_not_read_c() -> None:
@@ -84,16 +88,12 @@ def test_fp8_recipes_multiply_out(recipe: str, k: int) -> None:
     kb, nb = math.ceil(k / 128), math.ceil(n / 128)
     shapes = {"tensor": ((), ()), "row": ((m, 1), (1, n)), "block": ((m, kb), (kb, nb)), "block_1x128": ((m, kb), (kb, n))}
     scale_a, scale_b = (torch.exp2(16 * torch.rand(s, generator=torch.Generator().manual_seed(k)) - 8) for s in shapes[recipe])
-    full_a, full_b = torch.zeros(m, k).double(), torch.zeros(k, n).double()
+    full_a, full_b = a8.double(), b8.double()
     for i in range(k):
-        sa = scale_a if recipe == "tensor" else scale_a[:, 0] if recipe == "row" else scale_a[:, i // 128]
-        full_a[:, i] = a8[:, i].double() * sa.double()
-        for j in range(0, n, 128):
-            cols = slice(j, min(j + 128, n))
-            sb = {"tensor": lambda i, j, cols: scale_b, "row": lambda i, j, cols: scale_b[0, cols],
-                  "block": lambda i, j, cols: scale_b[i // 128, j // 128],
-                  "block_1x128": lambda i, j, cols: scale_b[i // 128, cols]}[recipe](i, j, cols)
-            full_b[i, cols] = b8[i, cols].double() * sb.double()
+        full_a[:, i] *= scale_a if recipe == "tensor" else scale_a[:, 0] if recipe == "row" else scale_a[:, i // 128]
+        full_b[i] *= {"tensor": lambda i: scale_b, "row": lambda i: scale_b[0],
+                      "block": lambda i: scale_b[i // 128].repeat_interleave(128)[:n],
+                      "block_1x128": lambda i: scale_b[i // 128]}[recipe](i)
     result = gemm(a8, b8.t().contiguous().t(), scale_a=scale_a, scale_b=scale_b)
     torch.testing.assert_close(result, full_a @ full_b, atol=1e-8, rtol=1e-12)
     close(gemm(a8, b8, scale_a=scale_a.t().contiguous().t() if scale_a.dim() == 2 else scale_a, scale_b=scale_b), result)
@@ -181,7 +181,7 @@ def test_row_groups_equal_a_loop(sizes: list[int], spare: int) -> None:
     first = 0
     for e, size in enumerate(sizes):
         rows = slice(first, first + size)
-        close(out[rows], F.silu(a[rows] @ b[e] + 0.5 * c[rows] + bias[e]))
+        close(out[rows], F.silu(a[rows] @ b[e] + bias[e]) + 0.5 * c[rows])
         first += size
     assert torch.equal(out[total:], before[total:])
     assert torch.isnan(grouped_gemm(a, b, ends)[total:]).all()

@@ -338,7 +338,8 @@ def test_quantized_attention_inputs_give_back_their_values(recipe: str) -> None:
     if recipe == "page":
         rows = random_tensor((2, 4, 16), torch.bfloat16, seed=59)
         over_cache = paged_attention(rows, cache, table, k_scale=made.k_scale, v_scale=made.v_scale, kv_scales="page")
-        over_codes = [made.k.double() * full, made.v.double() * full]
+        owner = [3, 3, 3, 3, 0, 1, 1, 1, 1, 4, 4, 4, 4, 5]
+        over_codes = [x.double() * s[owner].double().unsqueeze(-1) for x, s in ((made.k, made.k_scale), (made.v, made.v_scale))]
         torch.testing.assert_close(over_cache, attention_varlen(rows.double(), *over_codes, [0, 1, 2], [0, 5, 14]))
     wrong: dict[str, Any] = {"recipe": "head", "page_table": table} if recipe == "page" else {"recipe": "page"}
     with pytest.raises(ShapeError, match="page_table"):

@@ -4,7 +4,7 @@
 //
 // One block owns kBlockQ queries of one head and walks the keys they may attend to in tiles of kBlockK, keeping for
 // each query a running maximum, a running sum and the unnormalised output in registers (online softmax). A warp owns
-// kBlockQ / kWarps whole rows, so that softmax never leaves a warp:
+// kBlockQ / kWarps whole rows, so that the softmax never leaves a warp:
 //
 //   Q (kBlockQ x kDepth)  global -> shared, once           K, V (kBlockK x kDepth, kValueDepth)  a ring of kStages slots
 //   S = Q K^T             (rows of the warp) x kBlockK      float32 accumulator fragments
@@ -177,8 +177,9 @@ struct PrefillMma : Options {
     }
   };
 
-  // Finds this block's request, head and query tile: the grid is (query tiles, heads x value splits, requests), or for a
-  // ragged batch (a bound on the query tiles of all requests, heads x value splits, 1). False for a block past the last tile of a ragged batch.
+  // Finds this block's request, head and query tile. The grid is (query tiles, heads x value splits, requests); for a
+  // ragged batch (a bound on the query tiles of all requests, heads x value splits, 1), and a block past the last tile
+  // gets false.
   __device__ static bool find_work(const PrefillMmaParams& p, Work& work) {
     work.warp = warp_id();
     int tile = blockIdx.x;
@@ -478,8 +479,8 @@ struct PrefillMma : Options {
       }
     }
 
-    // Lane parts of the ldmatrix addresses, see ldmatrix.cuh. K's differ from V's so that the two halves of a B fragment
-    // land in neighbouring registers: otherwise each needs a move, which cost 10 % (H200, D = 128).
+    // Lane parts of the ldmatrix addresses, see ldmatrix.cuh. K's differ from V's so that the two halves of a B
+    // fragment land in neighbouring registers: otherwise each needs a move, which cost 10 % (H200, D = 128).
     const int lane = lane_id();
     const uint32_t q_lane =
         shared + work.warp * kWarpRows * QueryTile::kRowBytes + QueryTile::offset(lane % 16, lane / 16);

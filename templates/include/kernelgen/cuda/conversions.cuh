@@ -21,6 +21,8 @@ __device__ inline T from_float(float x) {
 }
 
 // Two floats as one 32-bit register of two T, `lo` in the low half: the element order of mma fragments and of memory.
+// Volatile, so that it happens where it is written: moved down to its use, it keeps two registers alive instead of one
+// (attention/prefill_mma holds its weights over a barrier, and spilled).
 template <class T>
 __device__ inline uint32_t pack_pair(float lo, float hi) {
   static_assert(is_same_v<T, bf16> || is_same_v<T, fp16>, "pack_pair packs 16-bit floats");
