@@ -95,6 +95,7 @@ def __dir__() -> list[str]:
 # start, but its first call may be somebody's request. Last, because these modules import this one.
 for _module in ("tvm_ffi", "kernelgen.ops.attention", "kernelgen.ops.gemm", "kernelgen.launch.host", "kernelgen.toolchains.cxx"):
     import_module(_module)
+import_module("kernelgen.toolchains.nvrtc").import_bindings()
 
 __all__ = [
     "ArtifactMissingError", "AttentionPlan", "CacheError", "CompileError", "DeviceError", "DtypeError",

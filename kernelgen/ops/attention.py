@@ -85,14 +85,14 @@ def attention(
 def _prepared(sample: AttentionTensors, run: Any, return_lse: bool) -> Any:
     """The repeated dense call: allocate what was not given, run."""
     scale, soft_cap = sample.scale, sample.soft_cap
-    out_shape, out_dtype, device = sample.out.shape, sample.out.dtype, sample.out.device
+    out_shape, out_dtype, same = sample.out.shape, sample.out.dtype, sample.out.dtype == sample.q.dtype
     lse_shape = sample.lse.shape if sample.lse is not None else None
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None) -> Any:
         if out is None:
-            out = torch.empty(out_shape, dtype=out_dtype, device=device)
+            out = q.new_empty(out_shape) if same else q.new_empty(out_shape, dtype=out_dtype)
         if lse is None and lse_shape is not None:
-            lse = torch.empty(lse_shape, dtype=torch.float32, device=device)
+            lse = q.new_empty(lse_shape, dtype=torch.float32)
         result = run(AttentionTensors(q, k, v, out, lse, scale, soft_cap=soft_cap))
         if result is not None:
             return result if return_lse else result[0]

@@ -54,17 +54,32 @@ def gemm(
             return call(a, b, bias, out)
     problem, tensors, shape = _describe(
         a, b, bias, activation, gate_up, c, beta, scale_a, scale_b, accumulate, out_dtype, out_scale, out, deterministic)
-    _, run = prepare(problem, target_of(a.device), backend, tensors)
+    decision, run = prepare(problem, target_of(a.device), backend, tensors)
     if key is not None:
-        remember(_calls, key, _prepared(problem, tensors, shape, run))
+        generated = decision.chosen is not None and decision.chosen.backend == "generated"
+        remember(_calls, key, (_prepared_generated if generated else _prepared)(tensors, shape, run))
     result = run(tensors)
     if result is not None:
         return result.view(shape)
     return tensors.out.view(shape) if out is None else out
 
 
-def _prepared(problem: GemmProblem, sample: GemmTensors, shape: tuple[int, ...], run: Any) -> Any:
-    """The repeated call: three-dimensional views of the operands, one allocation, run."""
+def _prepared_generated(sample: GemmTensors, shape: tuple[int, ...], run: Any) -> Any:
+    """The repeated call of a bound kernel, which only re-reads addresses: no views are needed."""
+    dtype, same = sample.out.dtype, sample.out.dtype == sample.a.dtype
+    pack = GemmTensors
+
+    def call(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor:
+        if out is None:
+            out = a.new_empty(shape) if same else a.new_empty(shape, dtype=dtype)
+        run(pack(a, b, out, bias))
+        return out
+
+    return call
+
+
+def _prepared(sample: GemmTensors, shape: tuple[int, ...], run: Any) -> Any:
+    """The repeated call of a wrapped backend: three-dimensional views of the operands, one allocation, run."""
     dtype, device, flat = sample.out.dtype, sample.out.device, sample.out.shape
 
     def call(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor:

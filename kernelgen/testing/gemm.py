@@ -68,6 +68,7 @@ def check_gemm(
     """
     dtype = out_dtype or a.dtype
     exact = ref.gemm(a, b, c=c, beta=beta, **features)
+    assert isinstance(exact, torch.Tensor)  # a pair only with out_scale
     plain = _plain(a, b, dtype, features | {"c": c, "beta": beta})
     results = []
     for _ in range(2):

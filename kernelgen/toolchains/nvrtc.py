@@ -5,6 +5,8 @@ No nvcc, no host compiler. Kernel headers travel in memory, so no include path o
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import hashlib
 import re
 import struct
@@ -31,6 +33,16 @@ _TOOLKIT_HEADERS = ("cuda_bf16.h", "cuda_bf16.hpp", "cuda_fp16.h", "cuda_fp16.hp
 _INSTALL = "install it with `pip install 'kernelgen[cuda]'`"
 
 
+def import_bindings() -> None:
+    """Import the Python side of NVRTC where torch is a CUDA build, so that the first call need not. Loads no library."""
+    import torch
+
+    if torch.version.cuda is not None:
+        with contextlib.suppress(ImportError):
+            from cuda import pathfinder  # noqa: F401
+            from cuda.bindings import nvrtc  # noqa: F401
+
+
 @lru_cache(maxsize=1)
 def _library() -> tuple[Any, str, tuple[int, int]]:
     """(bindings module, path of libnvrtc, version). Raises ToolchainMissing."""
@@ -42,6 +54,11 @@ def _library() -> tuple[Any, str, tuple[int, int]]:
     try:
         loaded = pathfinder.load_nvidia_dynamic_lib("nvrtc")
         status, major, minor = nvrtc.nvrtcVersion()
+        # NVRTC opens its builtins by bare name at the first compile, and two threads doing so at once can fail. Where
+        # the file is not beside the library the system's search path holds it.
+        builtins = Path(loaded.abs_path).with_name(f"libnvrtc-builtins.so.{major}.{minor}")
+        if builtins.is_file():
+            ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
     except RuntimeError as error:  # pathfinder's not-found errors and bindings' missing-symbol errors
         raise ToolchainMissing(f"libnvrtc was not found: {error}; {_INSTALL}") from error
     if int(status) != 0:

@@ -293,7 +293,6 @@ def coverage() -> Iterable[tuple[AttentionProblem, Config | None]]:
     yield replace(base, causal=True, return_lse=True), None
     yield replace(base, head_dim=64, head_dim_v=64, causal=True, q_dtype="fp16", kv_dtype="fp16", out_dtype="fp16"), None
     yield replace(base, head_dim=72, head_dim_v=40, window=(100, 20), soft_cap=True, kv_lens=True), None
-    yield replace(base, head_dim=256, head_dim_v=256, causal=True), None
     yield replace(base, head_dim=512, head_dim_v=512, causal=True, return_lse=True), None
     yield replace(base, layout="ragged", head_dim=96, head_dim_v=96, causal=True, return_lse=True), None
     yield replace(base, layout="ragged", head_dim=64, head_dim_v=64, kv_lens=True), None

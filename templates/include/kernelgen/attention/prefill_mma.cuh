@@ -6,14 +6,15 @@
 // each query a running maximum, a running sum and the unnormalised output in registers (online softmax). A warp owns
 // kBlockQ / kWarps whole rows, so that the softmax never leaves a warp:
 //
-//   Q (kBlockQ x kDepth)  global -> shared, once           K, V (kBlockK x kDepth, kValueDepth)  a ring of kStages slots
-//   S = Q K^T             (rows of the warp) x kBlockK      float32 accumulator fragments
-//   S -> soft-cap -> mask -> P = 2^(S - max), packed to 16 bits: the accumulator layout is the A operand's layout
-//   O += P V              (rows of the warp) x kValueDepth  float32 accumulator fragments
+//   Q (kBlockQ x kDepth)                            global -> shared, once
+//   K (kBlockK x kDepth), V (kBlockK x kSplitColumns)  global -> shared, each through a ring of kStages slots
+//   S = Q K^T  (kWarpRows x kBlockK)                float32 accumulator fragments
+//   S -> soft-cap -> mask -> P = 2^(S - max)        packed to 16 bits: the accumulator layout is the A operand's
+//   O += P V   (kWarpRows x kSplitColumns)          float32 accumulator fragments
 //
-// Query i of a request has position i + seq_k - seq_q ("diagonal" below is seq_k - seq_q). It attends to the interval
-// of keys [position - left, position + right] within [0, seq_k): causal attention is right = 0. Everything about masks
-// below is therefore about one interval per row.
+// Query i of a request has position i + seq_k - seq_q. It attends to the interval of keys [position - left,
+// position + right] within [0, seq_k): causal attention is right = 0. Everything about masks below is therefore about
+// one interval per row.
 //
 // Values that a row may not attend to must not reach it even if they are NaN or inf, and 0 * NaN is NaN. Rows past
 // seq_k are zero-filled on the way to shared memory. In a tile that some rows see in part, each thread checks the
@@ -177,9 +178,8 @@ struct PrefillMma : Options {
     }
   };
 
-  // Finds this block's request, head and query tile. The grid is (query tiles, heads x value splits, requests); for a
-  // ragged batch (a bound on the query tiles of all requests, heads x value splits, 1), and a block past the last tile
-  // gets false.
+  // Finds this block's request, head and query tile. The grid is (query tiles, heads x value splits, requests), for a
+  // ragged batch (a bound on the query tiles of all requests, heads x value splits, 1). False past the last tile.
   __device__ static bool find_work(const PrefillMmaParams& p, Work& work) {
     work.warp = warp_id();
     int tile = blockIdx.x;
