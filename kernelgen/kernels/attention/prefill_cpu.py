@@ -186,7 +186,7 @@ def _scalars(problem: AttentionProblem, config: Config, t: AttentionTensors) -> 
         strides = tensor.stride() if problem.layout == "dense" else (0, *tensor.stride())
         values |= {f"{name}_batch": strides[0], f"{name}_row": strides[1], f"{name}_head": strides[2]}
     if t.lse is None:
-        lse = (0, 0, 0)
+        lse: tuple[int, ...] = (0, 0, 0)
     elif problem.layout == "dense":
         lse = (t.lse.stride(0), t.lse.stride(2), t.lse.stride(1))  # (B, Hq, Sq)
     else:
