@@ -410,7 +410,8 @@ def test_a_spec_is_shared_by_all_lengths_heads_and_scales() -> None:
     target = Target.parse("cpu-x86-64-v4")
     config = next(iter(prefill_cpu.FAMILY.candidates(BASE, target)))
     spec = prefill_cpu.FAMILY.spec(BASE, target, config)
-    for changes in (dict(batch=7, seq_q=1, seq_k=9999), dict(num_q_heads=64, num_kv_heads=1), dict(alignment=2), dict(batch_invariant=True)):
+    for changes in (dict(batch=7, seq_q=1, seq_k=9999), dict(num_q_heads=64, num_kv_heads=1), dict(alignment=2),
+                    dict(batch_invariant=True)):
         assert prefill_cpu.FAMILY.spec(replace(BASE, **changes), target, config) == spec
     assert prefill_cpu.FAMILY.spec(replace(BASE, causal=True), target, config) == prefill_cpu.FAMILY.spec(
         replace(BASE, window=(None, 5)), target, config)
