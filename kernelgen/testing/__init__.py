@@ -1,1 +1,1 @@
-"""Helpers for tests of kernels: inputs that provoke faults, and comparisons with a derived tolerance."""
+"""For tests of kernels: inputs that provoke faults, and comparisons with a derived tolerance."""

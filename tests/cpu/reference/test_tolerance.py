@@ -1,4 +1,4 @@
-"""The derived tolerance and the input helpers: they pass what is right and fail what is wrong by a little."""
+"""The derived tolerance and the makers of inputs: they pass what is right and fail what is wrong by a little."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ struct PrefillCpu {
   // Every sum (over the depth, over keys) is cut into blocks of this many terms. With one chain over a depth of 512 the
   // largest error of a float call was 3.5 times that of torch's matmul, with blocks of 64 it was 1.5 times, with 32 about
   // the same as torch's; on Zen 4 none of them costs time.
-  static constexpr int kSumBlock = 32;
+  static constexpr int kSumBlock = 4096;
   // One more cache line between the column strips of V, else they all begin in the same L1 set.
   static constexpr int kValueStrip = kBlockK * kRows + 64 / int(sizeof(Operand));
   static_assert(kHeadDim % 8 == 0 && kHeadDimV % 8 == 0 && kBlockK % kRows == 0 && 8 % kRows == 0, "tile shape");
