@@ -46,9 +46,9 @@ RULES: tuple[Rule, ...] = (
     Rule("attention", "torch", 70, "cuDNN in torch 2.11 takes 0.39 - 0.74 x the time of prefill_mma, bf16, D 64, 128, 256, "
          "1k - 16k (H200, 2026-11-29, `kernelgen bench attention`); with a mask it lets a NaN of a masked key through",
          target_kind="cuda", capability=(90,), when=_nothing_masked),
-    Rule("gemm", "torch", 70, "cuBLAS takes 0.61 - 0.64 x the time of gemm_mma from M = 512 up; below 128 gemm_mma wins by 1.25 x "
-         "(H200, 2026-11-29, `kernelgen bench gemm --quick`)", target_kind="cuda", capability=(90,),
-         when=lambda p: _plain_gemm(p) and p.m * (p.batch if not p.batched_b else 1) > 128),
+    Rule("gemm", "torch", 70, "cuBLAS takes 0.94 x the time of gemm_mma at M = 64 and 0.58 - 0.75 x from 128 up; gemm_mma is 1.1 - 1.2 x "
+         "faster up to 24 (H200, 2026-11-29, tools/bench/results/h200_gemm_mma.json)", target_kind="cuda", capability=(90,),
+         when=lambda p: _plain_gemm(p) and p.m > 32),
     Rule("", "generated", 60, "specialised for this problem"),
     Rule("", "torch", 40, "works everywhere torch does"),
     Rule("", "reference", 1, "slow eager float64 version"),

@@ -55,6 +55,8 @@ def attention(
     Raises ShapeError, DtypeError, DeviceError, LayoutError, SettingsError; NoBackendError with the table of reasons;
     CompileError. Source of the online softmax: Milakov and Gimelshein 2018; of the tiling: Dao et al. 2022.
     """
+    if isinstance(window, list):
+        window = check_window(window)  # the key below needs a tuple
     # The plain call, with none of the rarer tensors: one look-up by everything that could change the prepared call.
     plain = (alibi_slopes is None and sinks is None and mask is None and block_mask is None and variant is None
              and kv_lens is None and q_scale is None and k_scale is None and v_scale is None
@@ -227,7 +229,8 @@ def _check_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ragged: bool
     return batch, seq_q, seq_k, hq, hkv, d, dv
 
 
-def check_window(window: Window | None) -> Window:
+def check_window(window: Any) -> Window:
+    """(left, right), None = unbounded. Raises SettingsError for anything else."""
     if window is None:
         return (None, None)
     if not (isinstance(window, (tuple, list)) and len(window) == 2):
