@@ -77,7 +77,7 @@ struct PrefillCpu {
   // Every sum (over the depth, over keys) is cut into blocks of this many terms. With one chain over a depth of 512 the
   // largest error of a float call was 3.5 times that of torch's matmul, with blocks of 64 it was 1.5 times, with 32 about
   // the same as torch's; on Zen 4 none of them costs time.
-  static constexpr int kSumBlock = 32;
+  static constexpr int kSumBlock = 64;
   // One more cache line between the column strips of V, else they all begin in the same L1 set.
   static constexpr int kValueStrip = kBlockK * kRows + 64 / int(sizeof(Operand));
   static_assert(kHeadDim % 8 == 0 && kHeadDimV % 8 == 0 && kBlockK % kRows == 0 && 8 % kRows == 0, "tile shape");
@@ -326,6 +326,10 @@ struct PrefillCpu {
     for (int at = 0; at < count; at += kSumBlock) {
       Tile part;
       part.clear();
+#if !defined(__AVX512F__)
+      // 16 registers hold one tile. Left to choose, GCC 12 spills the accumulators of the inner loop, not these sums.
+      asm volatile("" : "+m"(sum));
+#endif
       part.multiply(a + at / kDepth * step_stride, row_stride, step_stride, b + at * kWidth,
                     (count - at < kSumBlock ? count - at : kSumBlock) / kDepth);
       sum.add(part);
