@@ -77,7 +77,7 @@ struct PrefillCpu {
   // Every sum (over the depth, over keys) is cut into blocks of this many terms. With one chain over a depth of 512 the
   // largest error of a float call was 3.5 times that of torch's matmul, with blocks of 64 it was 1.5 times, with 32 about
   // the same as torch's; on Zen 4 none of them costs time.
-  static constexpr int kSumBlock = 64;
+  static constexpr int kSumBlock = 32;
   // One more cache line between the column strips of V, else they all begin in the same L1 set.
   static constexpr int kValueStrip = kBlockK * kRows + 64 / int(sizeof(Operand));
   static_assert(kHeadDim % 8 == 0 && kHeadDimV % 8 == 0 && kBlockK % kRows == 0 && 8 % kRows == 0, "tile shape");
@@ -319,7 +319,15 @@ struct PrefillCpu {
   static constexpr Scalar kMinusInfinity = -__builtin_inf();
 
   // Tile sums over `count` elements of depth, in blocks of kSumBlock. b is a packed panel from its first element on.
-  static KERNELGEN_INLINE Tile product(const Operand* a, int64_t row_stride, int64_t step_stride, const Operand* b, int count) {
+  // With AVX2 a call of its own: one tile fills the 16 registers, and amid other code GCC 12 spills accumulators in the
+  // inner loop, which halves its speed. "+m" keeps the sums in memory for the same reason.
+  template <int kRowStride, int kStepStride>
+#if defined(__AVX512F__)
+  static KERNELGEN_INLINE
+#else
+  static __attribute__((noinline))
+#endif
+  Tile product(const Operand* a, const Operand* b, int count) {
     Tile sum;
     sum.clear();
 #pragma GCC unroll 1
@@ -327,10 +335,9 @@ struct PrefillCpu {
       Tile part;
       part.clear();
 #if !defined(__AVX512F__)
-      // 16 registers hold one tile. Left to choose, GCC 12 spills the accumulators of the inner loop, not these sums.
       asm volatile("" : "+m"(sum));
 #endif
-      part.multiply(a + at / kDepth * step_stride, row_stride, step_stride, b + at * kWidth,
+      part.multiply(a + at / kDepth * kStepStride, kRowStride, kStepStride, b + at * kWidth,
                     (count - at < kSumBlock ? count - at : kSumBlock) / kDepth);
       sum.add(part);
     }
@@ -344,7 +351,7 @@ struct PrefillCpu {
     Reg top[kVecs];
     for (int v = 0; v < kVecs; ++v) top[v] = peak[v];
     for (int j = begin; j < end; j += kRows) {
-      const Tile t = product(b.keys + j * kHeadDim, kHeadDim, kDepth, panel.queries, kHeadDim);
+      const Tile t = product<kHeadDim, kDepth>(b.keys + j * kHeadDim, panel.queries, kHeadDim);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
@@ -386,7 +393,7 @@ struct PrefillCpu {
   static void output(Panel& panel, const Buffers& b, int begin, int end, const Reg (&alpha)[kVecs]) {
     const Operand* weights = b.weights + begin * kWidth;
     for (int d = 0; d < kHeadDimV; d += kRows) {
-      const Tile t = product(b.values + d / kRows * kValueStrip + begin * kRows, kDepth, kRows * kDepth, weights, end - begin);
+      const Tile t = product<kDepth, kRows * kDepth>(b.values + d / kRows * kValueStrip + begin * kRows, weights, end - begin);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8

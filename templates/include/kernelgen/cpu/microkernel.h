@@ -14,7 +14,8 @@
 //
 // Zen 4, 3.7 GHz, one core, operands in L1. AVX-512: 8x2, 8x3, 12x2, 14x2, 6x4 and 4x4 all issue 3.6 - 3.7 G products a
 // second, the peak of one 512-bit FMA (or pair product) a cycle; 8x2 is used because head dimensions are multiples of 8.
-// AVX2: 4x3 and 6x2 issue 7.3 G, the peak of two 256-bit FMAs a cycle; 4x2 6.9 G, 8x1 5.2 - 6.2 G.
+// AVX2: 4x3 and 6x2 issue 7.3 G, the peak of two 256-bit FMAs a cycle; 4x2 6.9 G, 8x1 5.2 - 6.2 G. These tiles fill all
+// 16 registers: call multiply() from a function that does little else (noinline), or GCC 12 may spill accumulators.
 #pragma once
 
 #include "kernelgen/cpu/vec.h"
