@@ -48,7 +48,7 @@ def choose(problem: Any, target: Target, backend: str = "auto", *, live: bool = 
 def _choose(problem: Any, target: Target, backend: str, live: bool) -> Decision:
     names = (*backends(), *PLANNED)
     if backend not in ("auto", *names):
-        near = difflib.get_close_matches(backend, names, n=1)
+        near = difflib.get_close_matches(str(backend), names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise NoBackendError(f"got backend={backend!r}, expected 'auto' or one of {', '.join(names)}{hint}")
     rows = []

@@ -49,6 +49,8 @@ class Generated(Backend):
         for family in families(problem.op, target.kind):
             found = True
             verdict = family.supports(problem, target)
+            if verdict and getattr(problem, "requires_grad", False):
+                verdict = no("no generated kernel has a backward in this release; call under torch.no_grad() or take torch")
             config = next(iter(family.candidates(problem, target)), None) if verdict else None
             if verdict and config is None:
                 verdict = no(f"no legal config for {problem} on {target}")

@@ -116,7 +116,7 @@ def _gemm(p: GemmProblem) -> Callable[[Any], Any]:
         if t.bias is not None:
             x = x + t.bias
         x = apply_activation(x, p.activation, p.gate_up)
-        if t.c is not None:
+        if t.c is not None and t.beta != 0:  # as in BLAS, a zero beta does not read c
             x = x + t.beta * t.c
         if p.requires_grad:
             return x.to(t.out.dtype)

@@ -35,9 +35,9 @@ def _attention(o: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     q = _dims(o["q"])
     if q is None:
         raise ShapeError("attention needs --q B,SQ,HQ,D (or T,HQ,D for ragged), e.g. --q 2,4096,32,128 --kv-heads 8")
-    heads = o["kv_heads"] or q[-2]
-    k = _dims(o["k"]) or (*q[:-3], o["kv_len"] or q[-3], heads, q[-1])
-    v = _dims(o["v"]) or (*k[:-1], o["head_dim_v"] or k[-1])
+    heads, keys = (default if o[name] is None else o[name] for name, default in (("kv_heads", q[-2]), ("kv_len", q[-3])))
+    k = _dims(o["k"]) or (*q[:-3], keys, heads, q[-1])
+    v = _dims(o["v"]) or (*k[:-1], k[-1] if o["head_dim_v"] is None else o["head_dim_v"])
     named = {"causal": o["causal"], "window": _window(o["window"]), "soft_cap": o["soft_cap"], "return_lse": o["lse"]}
     if len(q) == 3:
         import torch

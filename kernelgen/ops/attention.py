@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -13,11 +14,13 @@ from kernelgen.errors import DtypeError, SettingsError, ShapeError
 from kernelgen.ops.checks import (
     check_dim,
     check_last_contiguous,
+    check_no_output_with_grad,
     check_output,
     check_rank,
     check_same_dtype,
     check_tensors,
     index_tensor,
+    number,
     shape_text,
 )
 from kernelgen.ops.memo import layout_of, new_memo, remember
@@ -55,6 +58,11 @@ def attention(
     Raises ShapeError, DtypeError, DeviceError, LayoutError, SettingsError; NoBackendError with the table of reasons;
     CompileError. Source of the online softmax: Milakov and Gimelshein 2018; of the tiling: Dao et al. 2022.
     """
+    # Numbers are part of the key by value: a tensor would be there by identity and could change behind it.
+    if scale is not None and type(scale) is not float:
+        scale = number("scale", scale)
+    if soft_cap is not None and type(soft_cap) is not float:
+        soft_cap = number("soft_cap", soft_cap)
     if isinstance(window, list):
         window = check_window(window)  # the key below needs a tuple
     # The plain call, with none of the rarer tensors: one look-up by everything that could change the prepared call.
@@ -169,11 +177,17 @@ def _describe(
     if kv_lens is not None:
         kv_lens = index_tensor("kv_lens", kv_lens, batch, q.device)
     window = check_window(window)
+    scale = None if scale is None else number("scale", scale)
+    soft_cap = None if soft_cap is None else number("soft_cap", soft_cap)
+    if soft_cap is not None and not 0 <= soft_cap < math.inf:
+        raise SettingsError(f"soft_cap: got {soft_cap}, expected a finite number above 0, or None for no cap")
     scales = [s for s in (q_scale, k_scale, v_scale) if s is not None]
     out_dtype = torch.bfloat16 if q.dtype in _FP8 else q.dtype
     out_shape = (*q.shape[:-1], dv)
     lse_shape = (seq_q, hq) if ragged else (batch, hq, seq_q)
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if grad:
+        check_no_output_with_grad(out=out, lse=lse)
     if out is None:
         out = torch.empty(out_shape, dtype=out_dtype, device=q.device)
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernelgen.errors import DeviceError, DtypeError, LayoutError, ShapeError
+from kernelgen.errors import DeviceError, DtypeError, LayoutError, SettingsError, ShapeError
 
 
 def shape_text(t: torch.Tensor) -> str:
@@ -75,3 +75,20 @@ def index_tensor(name: str, t: torch.Tensor, length: int | None, device: torch.d
     if t.device != device:
         raise DeviceError(f"{name} is on {t.device}, expected {device}, the device of q; move it with .to()")
     return t.to(torch.int32).contiguous()
+
+
+def number(name: str, value: object) -> float:
+    """A Python float. A tensor is read now, which costs a sync on a GPU: pass plain numbers on hot paths."""
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise SettingsError(f"{name}: got {value!r}, expected a number") from error
+
+
+def check_no_output_with_grad(**outputs: torch.Tensor | None) -> None:
+    """torch's rule for ``out=``: it takes no part in autograd, so it is refused where a gradient is asked for."""
+    for name, t in outputs.items():
+        if t is not None:
+            raise SettingsError(
+                f"{name}: got a tensor while an input requires a gradient, expected none; leave {name} out or call under torch.no_grad()"
+            )

@@ -11,7 +11,7 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DtypeError, LayoutError, SettingsError, ShapeError
-from kernelgen.ops.checks import check_dim, check_output, check_same_dtype, check_tensors, shape_text
+from kernelgen.ops.checks import check_dim, check_no_output_with_grad, check_output, check_same_dtype, check_tensors, number, shape_text
 from kernelgen.ops.memo import layout_of, new_memo, remember
 from kernelgen.problems.common import alignment_of
 from kernelgen.problems.gemm import ACTIVATIONS, GATED_ACTIVATIONS, GemmProblem
@@ -35,7 +35,7 @@ def gemm(
     bias (N); activation one of relu, gelu, gelu_tanh, silu, or gated: swiglu, geglu, which halve N (``gate_up`` says
     how gate and up lie along N: "gate_first", "up_first", "interleaved"); c has the shape of the output. fp8 inputs
     take float32 ``scale_a``, ``scale_b`` whose shapes say the recipe (CONTRACTS: GEMM). Returns (.., M, N) in
-    ``out_dtype``, default a's dtype (bfloat16 for fp8).
+    ``out_dtype``, default a's dtype (bfloat16 for fp8). ``out`` may be c, and must not overlap a or b.
 
     Raises ShapeError, DtypeError, DeviceError, LayoutError, SettingsError; NoBackendError with the table of reasons; CompileError.
     """
@@ -55,13 +55,16 @@ def gemm(
     problem, tensors, shape = _describe(
         a, b, bias, activation, gate_up, c, beta, scale_a, scale_b, accumulate, out_dtype, out_scale, out, deterministic)
     decision, run = prepare(problem, target_of(a.device), backend, tensors)
-    if key is not None:
+    views = _is_view(a) and _is_view(b) and _is_view(out)
+    if key is not None and views:  # the prepared call re-reads addresses, which a copy would not follow
         generated = decision.chosen is not None and decision.chosen.backend == "generated"
         remember(_calls, key, (_prepared_generated if generated else _prepared)(tensors, shape, run))
     result = run(tensors)
     if result is not None:
         return result.view(shape)
-    return tensors.out.view(shape) if out is None else out
+    if out is None:
+        return tensors.out.view(shape)
+    return out if _is_view(out) else out.copy_(tensors.out.view(shape))
 
 
 def _prepared_generated(sample: GemmTensors, shape: tuple[int, ...], run: Any) -> Any:
@@ -103,17 +106,13 @@ def explain_gemm(*args: Any, target: Target, backend: str, live: bool, **kwargs:
 
 
 def _as_batch(t: torch.Tensor) -> torch.Tensor:
-    """(.., R, C) as (B, R, C). Raises LayoutError where the leading dimensions cannot be one."""
-    if t.dim() == 3:
-        return t
-    if t.dim() == 2:
-        return t.unsqueeze(0)
-    try:
-        return t.view(-1, *t.shape[-2:])
-    except RuntimeError as error:
-        raise LayoutError(
-            f"got strides {t.stride()} of {shape_text(t)}: the leading dimensions must fold into one; call .contiguous()"
-        ) from error
+    """(.., R, C) as (B, R, C): a view, or a copy where the leading dimensions do not fold into one stride."""
+    return t if t.dim() == 3 else t.unsqueeze(0) if t.dim() == 2 else t.reshape(math.prod(t.shape[:-2]), *t.shape[-2:])
+
+
+def _is_view(t: torch.Tensor | None) -> bool:
+    """Whether :func:`_as_batch` makes no copy."""
+    return t is None or t.dim() <= 3 or _as_batch(t).data_ptr() == t.data_ptr()
 
 
 def _fold(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,11 +165,13 @@ def _describe(
     dtype = out_dtype or (out.dtype if out is not None else torch.bfloat16 if a.dtype in _FP8 else a.dtype)
     shape = (*a.shape[:-1], n // 2 if activation in GATED_ACTIVATIONS else n)
     grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, b, bias, c))
+    if grad:
+        check_no_output_with_grad(out=out)
     if out is None:
         out3 = torch.empty((math.prod(a.shape[:-2]), *shape[-2:]), dtype=dtype, device=a.device)
     else:
         check_output("out", out, shape, dtype, a.device)
-        out3 = _as_batch(out)
+        out3 = _as_batch(out)  # a copy where out does not fold; gemm() writes it back
     c3 = None
     if c is not None:
         check_dim("c", c, -1, shape[-1], "the N of the output")
@@ -186,7 +187,7 @@ def _describe(
         accumulate=accumulate, deterministic=deterministic, alignment=_alignment(a3, b3, c3, out3), requires_grad=grad,
         bias_dtype=dtype_name(bias.dtype) if bias is not None else None, c_dtype=dtype_name(c.dtype) if c is not None else None,
     )
-    return problem, GemmTensors(a3, b3, out3, bias, c3, float(beta), scale_a, scale_b, None), shape
+    return problem, GemmTensors(a3, b3, out3, bias, c3, number("beta", beta), scale_a, scale_b, None), shape
 
 
 def _alignment(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None, out: torch.Tensor) -> int:

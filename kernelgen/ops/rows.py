@@ -10,7 +10,7 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import LayoutError, ShapeError
-from kernelgen.ops.checks import check_last_contiguous, check_output, check_tensors, shape_text
+from kernelgen.ops.checks import check_last_contiguous, check_no_output_with_grad, check_output, check_tensors, shape_text
 from kernelgen.problems.common import alignment_of
 from kernelgen.problems.rows import RmsNormProblem, SiluAndMulProblem
 from kernelgen.targets import Target, target_of
@@ -57,8 +57,8 @@ def explain_silu_and_mul(*args: Any, target: Target, backend: str, live: bool, *
     return choose(_describe_silu(**values)[0], target, backend, live=live)
 
 
-def _rows(name: str, t: torch.Tensor) -> torch.Tensor:
-    """(.., W) as (rows, W) without a copy."""
+def _rows(name: str, t: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
+    """(.., W) as (rows, W); where the leading dimensions do not fold, a copy if that may be made."""
     if t.dim() == 0:
         raise ShapeError(f"{name}: got a scalar, expected (.., H)")
     check_last_contiguous(**{name: t})
@@ -67,6 +67,8 @@ def _rows(name: str, t: torch.Tensor) -> torch.Tensor:
     try:
         return t.view(-1, t.shape[-1]) if t.numel() else t.reshape(t.shape[:-1].numel(), t.shape[-1])
     except RuntimeError as error:
+        if copy:
+            return t.reshape(-1, t.shape[-1])
         raise LayoutError(
             f"{name}: got strides {t.stride()} of {shape_text(t)}, whose leading dimensions do not fold into one; "
             f"call {name}.contiguous()"
@@ -84,8 +86,11 @@ def _describe_rmsnorm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, out: torch.Tensor | None,
 ) -> tuple[RmsNormProblem, RmsNormTensors]:
     check_tensors(x=x, weight=weight, residual=residual, out=out)
-    flat = _rows("x", x)
+    flat = _rows("x", x, copy=True)
     rows, width = flat.shape
+    grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if grad:
+        check_no_output_with_grad(out=out, residual=residual)
     if tuple(weight.shape) != (width,):
         raise ShapeError(f"weight: got shape {shape_text(weight)}, expected ({width}), the last dimension of x")
     check_last_contiguous(weight=weight)
@@ -94,16 +99,20 @@ def _describe_rmsnorm(
         residual = _rows("residual", residual)
     result = _output(x, out, rows, width)
     problem = RmsNormProblem(
-        rows, width, dtype_name(x.dtype), dtype_name(weight.dtype), residual is not None, alignment_of(flat, weight, residual, result))
+        rows, width, dtype_name(x.dtype), dtype_name(weight.dtype), residual is not None, alignment_of(flat, weight, residual, result),
+        grad)
     return problem, RmsNormTensors(flat, weight, result, residual, float(eps))
 
 
 def _describe_silu(x: torch.Tensor, out: torch.Tensor | None) -> tuple[SiluAndMulProblem, SiluAndMulTensors]:
     check_tensors(x=x, out=out)
-    flat = _rows("x", x)
+    flat = _rows("x", x, copy=True)
     rows, double = flat.shape
+    grad = torch.is_grad_enabled() and x.requires_grad
+    if grad:
+        check_no_output_with_grad(out=out)
     if double % 2:
         raise ShapeError(f"x: got {double} in the last dimension of {shape_text(x)}, expected an even number (gate and up)")
     result = _output(x, out, rows, double // 2)
-    problem = SiluAndMulProblem(rows, double // 2, dtype_name(x.dtype), alignment_of(flat, result))
+    problem = SiluAndMulProblem(rows, double // 2, dtype_name(x.dtype), alignment_of(flat, result), grad)
     return problem, SiluAndMulTensors(flat, result)

@@ -17,11 +17,12 @@ class RmsNormProblem:
     weight_dtype: str
     residual: bool = False
     alignment: int = 16
+    requires_grad: bool = False
 
     op = "rmsnorm"
 
     def __str__(self) -> str:
-        return f"rmsnorm[rows={self.rows} width={self.width} {self.dtype}{flag_words(residual=self.residual)}]"
+        return f"rmsnorm[rows={self.rows} width={self.width} {self.dtype}{flag_words(residual=self.residual, grad=self.requires_grad)}]"
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,9 @@ class SiluAndMulProblem:
     width: int
     dtype: str
     alignment: int = 16
+    requires_grad: bool = False
 
     op = "silu_and_mul"
 
     def __str__(self) -> str:
-        return f"silu_and_mul[rows={self.rows} width={self.width} {self.dtype}]"
+        return f"silu_and_mul[rows={self.rows} width={self.width} {self.dtype}{flag_words(grad=self.requires_grad)}]"

@@ -77,7 +77,8 @@ def row(dtype: str, hq: int, hkv: int, seq: int, dim: int, causal: bool, rounds:
 def cpu_name() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    return f"{found.get('model name', 'unknown')} (family {found.get('cpu family', '?')} model {found.get('model', '?')})"
+    name, family, model = (found.get(key, "unknown") for key in ("model name", "cpu family", "model"))
+    return f"{name} (family {family} model {model})"
 
 
 def main() -> None:
@@ -99,7 +100,8 @@ def main() -> None:
     isa = arguments.isa or Target.parse("cpu").isa
     rows = []
     print(f"{cpu_name()}, {torch.get_num_threads()} threads, {isa}, torch {torch.__version__}")
-    print(f"{'dtype':6}{'heads':>7}{'seq':>6} {'mask':7}{'ours us':>10}{'torch us':>10}{'ratio':>7}{'median':>8}{'GFLOP/s':>9}")
+    print(f"{'dtype':6}{'heads':>7}{'seq':>6} {'mask':7}"
+          f"{'ours us':>10}{'torch us':>10}{'ratio':>7}{'median':>8}{'GFLOP/s':>9}")
     with override(cpu_isa=isa):
         for dtype in arguments.dtypes:
             for hq, hkv in HEADS:
@@ -108,8 +110,9 @@ def main() -> None:
                         r = row(dtype, hq, hkv, seq, arguments.head_dim, causal, arguments.rounds)
                         rows.append(r)
                         median = r["torch_median_us"] / r["ours_median_us"]
-                        print(f"{dtype:6}{f'{hq}/{hkv}':>7}{seq:6} {'causal' if causal else 'full':7}{r['ours_us']:10.0f}"
-                              f"{r['torch_us']:10.0f}{r['ratio']:7.2f}{median:8.2f}{r['ours_gflops']:9.0f}", flush=True)
+                        mask = "causal" if causal else "full"
+                        print(f"{dtype:6}{f'{hq}/{hkv}':>7}{seq:6} {mask:7}{r['ours_us']:10.0f}{r['torch_us']:10.0f}"
+                              f"{r['ratio']:7.2f}{median:8.2f}{r['ours_gflops']:9.0f}", flush=True)
     if arguments.json:
         head = {"bench": "cpu_attention", "date": datetime.date.today().isoformat(), "cpu": cpu_name(), "isa": isa,
                 "threads": torch.get_num_threads(), "torch": torch.__version__, "rounds": arguments.rounds}

@@ -133,7 +133,8 @@ def legal(problem: AttentionProblem, target: Target, config: Config) -> Verdict:
         (config.task_rows >= 1 and config.task_rows % tiling.panel_rows == 0,
          f"task_rows {config.task_rows} is not a multiple of a panel's {tiling.panel_rows} rows"),
         (config.block_k >= 8 and config.block_k % 8 == 0, f"block_k {config.block_k} is not a multiple of 8"),
-        (scratch <= _SCRATCH_LIMIT, f"config {config} needs {scratch} bytes of scratch a thread, at most {_SCRATCH_LIMIT}"),
+        (scratch <= _SCRATCH_LIMIT,
+         f"config {config} needs {scratch} bytes of scratch a thread, at most {_SCRATCH_LIMIT}"),
     )
 
 
@@ -204,7 +205,9 @@ def _scalars(problem: AttentionProblem, config: Config, t: AttentionTensors) -> 
     }
 
 
-def bind(problem: AttentionProblem, config: Config, kernel: Any, tensors: AttentionTensors) -> Callable[[AttentionTensors], None]:
+def bind(
+    problem: AttentionProblem, config: Config, kernel: Any, tensors: AttentionTensors,
+) -> Callable[[AttentionTensors], None]:
     """The closure of a repeated call: packs addresses, launches."""
     launch = kernel.prepare(phases=((0, _num_tasks(problem, config)),),
                             scratch_bytes=scratch_bytes(problem, kernel.spec.target, config))

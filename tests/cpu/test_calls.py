@@ -1,0 +1,103 @@
+"""Calls that a prepared call could get wrong: changed scalars, gradients, given outputs, strides that do not fold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import kernelgen
+from kernelgen.cli import cli
+from kernelgen.errors import NoBackendError, SettingsError
+
+Q, K, V = torch.randn(2, 9, 4, 16), torch.randn(2, 33, 2, 16), torch.randn(2, 33, 2, 16)
+A, B = torch.randn(5, 24), torch.randn(24, 12)
+BACKENDS = ["auto", "generated", "torch", "reference"]
+
+
+def test_scalars_are_read_by_value() -> None:
+    scale = torch.tensor(0.1)
+    kernelgen.attention(Q, K, V, scale=scale, backend="generated")
+    scale.fill_(2.0)
+    out = kernelgen.attention(Q, K, V, scale=scale, backend="generated")
+    torch.testing.assert_close(out, kernelgen.attention(Q, K, V, scale=2.0, backend="reference"))
+    for cap in (3.0, 30.0, None, 3.0):
+        out = kernelgen.attention(Q, K, V, soft_cap=cap, window=[4, 2], backend="generated")
+        torch.testing.assert_close(out, kernelgen.attention(Q, K, V, soft_cap=cap, window=(4, 2), backend="reference"))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, "x"])
+def test_soft_cap_must_be_a_finite_positive_number(value: object) -> None:
+    with pytest.raises(SettingsError, match="soft_cap"):
+        kernelgen.attention(Q, K, V, soft_cap=value)  # type: ignore[arg-type]
+
+
+def test_numbers_and_backends_of_the_wrong_type_are_named() -> None:
+    with pytest.raises(SettingsError, match="scale: got 'x'"):
+        kernelgen.attention(Q, K, V, scale="x")  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match="beta: got 'x'"):
+        kernelgen.gemm(A, B, c=torch.zeros(5, 12), beta="x")  # type: ignore[arg-type]
+    with pytest.raises(NoBackendError, match="got backend=None"):
+        kernelgen.attention(Q, K, V, backend=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch", "reference"])
+def test_gradients_reach_every_input(backend: str) -> None:
+    q, k, v, a, b, x, w = (t.clone().requires_grad_() for t in (Q, K, V, A, B, torch.randn(4, 16), torch.randn(16)))
+    (kernelgen.attention(q, k, v, causal=True, backend=backend).sum() + kernelgen.gemm(a, b, backend=backend).sum()
+     + kernelgen.rmsnorm(x, w, backend=backend).sum() + kernelgen.silu_and_mul(x, backend=backend).sum()).backward()
+    assert all(t.grad is not None and t.grad.isfinite().all() for t in (q, k, v, a, b, x, w))
+
+
+def test_generated_kernels_say_that_they_have_no_backward() -> None:
+    x = torch.randn(4, 16, requires_grad=True)
+    for call in (lambda: kernelgen.silu_and_mul(x, backend="generated"), lambda: kernelgen.gemm(x, B[:16], backend="generated"),
+                 lambda: kernelgen.attention(Q.clone().requires_grad_(), K, V, backend="generated")):
+        with pytest.raises(NoBackendError, match="backward|grad"):
+            call()
+    with torch.no_grad():
+        assert not kernelgen.silu_and_mul(x, backend="generated").requires_grad
+
+
+def test_given_outputs_are_refused_where_a_gradient_is_asked_for() -> None:
+    with pytest.raises(SettingsError, match="out: got a tensor while an input requires a gradient"):
+        kernelgen.attention(Q.clone().requires_grad_(), K, V, out=torch.empty_like(Q))
+    with pytest.raises(SettingsError, match="no_grad"):
+        kernelgen.gemm(A.clone().requires_grad_(), B, out=torch.empty(5, 12))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_zero_beta_reads_no_c(backend: str) -> None:
+    out = kernelgen.gemm(A, B, c=torch.full((5, 12), float("nan")), beta=0.0, backend=backend)
+    torch.testing.assert_close(out, A @ B)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_leading_dimensions_that_do_not_fold(backend: str) -> None:
+    a = torch.randn(3, 2, 5, 24).transpose(0, 1)
+    for _ in range(2):
+        torch.testing.assert_close(kernelgen.gemm(a, B, backend=backend), a @ B)
+        out = torch.full((3, 2, 5, 12), float("nan")).transpose(0, 1)
+        assert kernelgen.gemm(a.contiguous(), B, out=out, backend=backend) is out
+        torch.testing.assert_close(out, a @ B)
+        a.mul_(2)  # a second call of the same signature sees the new values
+    x, w = torch.randn(3, 4, 16).transpose(0, 1), torch.randn(16)
+    torch.testing.assert_close(kernelgen.rmsnorm(x, w, backend=backend), torch.nn.functional.rms_norm(x, (16,), w, 1e-6))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_outputs_given_and_not(backend: str) -> None:
+    expected = kernelgen.attention(Q, K, V, causal=True, backend="reference")
+    out, lse = torch.full_like(Q, float("nan")), torch.full((2, 4, 9), float("nan"))
+    for _ in range(2):
+        assert kernelgen.attention(Q, K, V, causal=True, out=out, backend=backend) is out
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(kernelgen.attention(Q, K, V, causal=True, backend=backend), expected)
+    if backend != "torch":
+        assert isinstance(kernelgen.attention(Q, K, V, causal=True, lse=lse, backend=backend), torch.Tensor)
+        assert lse.isfinite().all()
+
+
+def test_cli_takes_zero_at_its_word() -> None:
+    shown = CliRunner().invoke(cli, ["explain", "attention", "--q", "1,4,4,64", "--kv-heads", "0", "--target", "cpu"])
+    assert shown.exit_code != 0 and "0 heads" in str(shown.exception)
