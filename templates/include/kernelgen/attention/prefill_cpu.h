@@ -75,8 +75,8 @@ struct PrefillCpu {
   // Weights of 16-bit inputs are rounded to 8 or compared with 11 bits: a shorter polynomial is enough.
   static constexpr int kExpDegree = sizeof(Element) == 2 ? 5 : 6;
   // Every sum (over the depth, over keys) is cut into blocks of this many terms. With one chain over a depth of 512 the
-  // largest error of a float call was 3.5 times that of torch's matmul, with blocks of 64 it was 1.5 times, with 32 about
-  // the same as torch's; on Zen 4 none of them costs time.
+  // largest error of a float call was 3.5 times that of torch's matmul, with blocks of 64 it was 1.5 times, with 32
+  // about the same as torch's; on Zen 4 none of them costs time.
   static constexpr int kSumBlock = 32;
   // One more cache line between the column strips of V, else they all begin in the same L1 set.
   static constexpr int kValueStrip = kBlockK * kRows + 64 / int(sizeof(Operand));
@@ -365,7 +365,8 @@ struct PrefillCpu {
   }
 
   // P^T: in place, or as pairs in their own buffer. Returns the sums in `total`.
-  static void weights(const Buffers& b, const Logit& logit, int begin, int end, const Reg (&peak)[kVecs], Reg (&total)[kVecs]) {
+  static void weights(const Buffers& b, const Logit& logit, int begin, int end, const Reg (&peak)[kVecs],
+                      Reg (&total)[kVecs]) {
     for (int v = 0; v < kVecs; ++v) total[v] = V::zero();
     for (int block = begin; block < end; block += kSumBlock) {
       Reg sum[kVecs];
@@ -392,8 +393,9 @@ struct PrefillCpu {
   // O^T = O^T * alpha + V^T P^T over keys [begin, end).
   static void output(Panel& panel, const Buffers& b, int begin, int end, const Reg (&alpha)[kVecs]) {
     const Operand* weights = b.weights + begin * kWidth;
+    const Operand* values = b.values + begin * kRows;
     for (int d = 0; d < kHeadDimV; d += kRows) {
-      const Tile t = product<kDepth, kRows * kDepth>(b.values + d / kRows * kValueStrip + begin * kRows, weights, end - begin);
+      const Tile t = product<kDepth, kRows * kDepth>(values + d / kRows * kValueStrip, weights, end - begin);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
@@ -407,15 +409,16 @@ struct PrefillCpu {
   static Reg weight_at(const Buffers& b, int j, int v) {
     if constexpr (kDepth == 2) {
       const __m512i pair = _mm512_loadu_si512(b.weights + j / 2 * 2 * kWidth + v * kLanes * 2);
-      return _mm512_castsi512_ps(j % 2 ? _mm512_and_si512(pair, _mm512_set1_epi32(int(0xffff0000u))) : _mm512_slli_epi32(pair, 16));
+      const __m512i odd = _mm512_and_si512(pair, _mm512_set1_epi32(int(0xffff0000u)));
+      return _mm512_castsi512_ps(j % 2 ? odd : _mm512_slli_epi32(pair, 16));
     } else {
       return V::load(b.scores + j * kWidth + v * kLanes);
     }
   }
 
   // `output` for a tile whose V holds NaN or inf that some rows must not see: a row adds only keys that it sees.
-  static void careful_output(Panel& panel, const Buffers& b, const Element* value, int64_t stride, int64_t tile, int begin,
-                             int end, const Reg (&alpha)[kVecs]) {
+  static void careful_output(Panel& panel, const Buffers& b, const Element* value, int64_t stride, int64_t tile,
+                             int begin, int end, const Reg (&alpha)[kVecs]) {
     const Sight sight(panel, tile);
     for (int d = 0; d < kHeadDimV; ++d)
       for (int v = 0; v < kVecs; ++v) {
@@ -431,7 +434,8 @@ struct PrefillCpu {
 
   // ---- A task -----------------------------------------------------------------------------------------------------
 
-  static void store_rows(const Params& p, const Task& t, const Panel& panel, const Logit& logit, int64_t row, int64_t rows) {
+  static void store_rows(const Params& p, const Task& t, const Panel& panel, const Logit& logit, int64_t row,
+                         int64_t rows) {
     Element* out = static_cast<Element*>(p.out) + t.batch * p.out_batch + t.q_begin * p.out_row +
                    t.head * p.group_size * p.out_head;
     for (int v = 0; v < kVecs; ++v) {
@@ -454,13 +458,14 @@ struct PrefillCpu {
       for (int64_t l = 0; l < rows; ++l) {
         const int64_t r = row + l;
         const double log = panel.peak[l] * logit.natural + __builtin_log(double(panel.total[l]));
-        lse[r / p.group_size * p.lse_row + r % p.group_size * p.lse_head] = float(panel.total[l] == 0 ? kMinusInfinity : log);
+        const bool empty = panel.total[l] == 0;
+        lse[r / p.group_size * p.lse_row + r % p.group_size * p.lse_head] = float(empty ? kMinusInfinity : log);
       }
     }
   }
 
-  static void step(Panel& panel, const Buffers& b, const Logit& logit, const Element* value, int64_t stride, int64_t tile,
-                   int loaded_end, bool finite) {
+  static void step(Panel& panel, const Buffers& b, const Logit& logit, const Element* value, int64_t stride,
+                   int64_t tile, int loaded_end, bool finite) {
     const Range& range = panel.range;
     const int begin = int(clamp(range.any_first - tile, 0, kBlockK)) / kRows * kRows;
     const int last = int(clamp(range.any_end - tile, 0, loaded_end));

@@ -13,7 +13,7 @@
 //                                           [step][lane][2] ("pairs")
 //
 // Zen 4, 3.7 GHz, one core, operands in L1. AVX-512: 8x2, 8x3, 12x2, 14x2, 6x4 and 4x4 all issue 3.6 - 3.7 G products a
-// second, the peak of one 512-bit FMA (or pair product) a cycle; 8x2 is used because head dimensions are multiples of 8.
+// second, the peak of one 512-bit FMA (or pair product) a cycle; 8x2 suits head dimensions that are multiples of 8.
 // AVX2: 4x3 and 6x2 issue 7.3 G, the peak of two 256-bit FMAs a cycle; 4x2 6.9 G, 8x1 5.2 - 6.2 G. These tiles fill all
 // 16 registers: call multiply() from a function that does little else (noinline), or GCC 12 may spill accumulators.
 #pragma once
@@ -52,7 +52,8 @@ struct PairProduct {
   // One register of right operand from two registers of floats: lane l holds (even[l], odd[l]) rounded to bf16.
   static KERNELGEN_INLINE __m512i narrow_pairs(__m512 even, __m512 odd) {
     const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512i interleave = _mm512_or_si512(lane, _mm512_slli_epi32(_mm512_add_epi32(lane, _mm512_set1_epi32(16)), 16));
+    const __m512i upper = _mm512_slli_epi32(_mm512_add_epi32(lane, _mm512_set1_epi32(16)), 16);
+    const __m512i interleave = _mm512_or_si512(lane, upper);
     return _mm512_permutexvar_epi16(interleave, (__m512i)_mm512_cvtne2ps_pbh(odd, even));
   }
   // Eight elements each of two rows as eight pairs.

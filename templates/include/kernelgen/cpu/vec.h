@@ -87,7 +87,8 @@ struct Simd<float> {
     for (int s = 1; s < kLanes; s *= 2) {
       const __mmask16 odd = _mm512_test_epi32_mask(lane, _mm512_set1_epi32(s));
       const __m512i low = _mm512_mask_add_epi32(lane, odd, lane, _mm512_set1_epi32(kLanes - s));
-      const __m512i high = _mm512_add_epi32(lane, _mm512_mask_mov_epi32(_mm512_set1_epi32(s), odd, _mm512_set1_epi32(kLanes)));
+      const __m512i shift = _mm512_mask_mov_epi32(_mm512_set1_epi32(s), odd, _mm512_set1_epi32(kLanes));
+      const __m512i high = _mm512_add_epi32(lane, shift);
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) {
         if (i & s) continue;
@@ -166,7 +167,8 @@ struct Simd<double> {
     for (int s = 1; s < kLanes; s *= 2) {
       const __mmask8 odd = _mm512_test_epi64_mask(lane, _mm512_set1_epi64(s));
       const __m512i low = _mm512_mask_add_epi64(lane, odd, lane, _mm512_set1_epi64(kLanes - s));
-      const __m512i high = _mm512_add_epi64(lane, _mm512_mask_mov_epi64(_mm512_set1_epi64(s), odd, _mm512_set1_epi64(kLanes)));
+      const __m512i shift = _mm512_mask_mov_epi64(_mm512_set1_epi64(s), odd, _mm512_set1_epi64(kLanes));
+      const __m512i high = _mm512_add_epi64(lane, shift);
 #pragma GCC unroll 8
       for (int i = 0; i < kLanes; ++i) {
         if (i & s) continue;
@@ -347,7 +349,8 @@ struct Simd<double> {
   }
   static KERNELGEN_INLINE __m128i to_int(Reg n) { return _mm256_cvtpd_epi32(n); }
   static KERNELGEN_INLINE Reg power_of_two(__m128i n) {  // -1022 <= n <= 1023, and -1023 gives 0
-    return _mm256_castsi256_pd(_mm256_slli_epi64(_mm256_add_epi64(_mm256_cvtepi32_epi64(n), _mm256_set1_epi64x(1023)), 52));
+    const __m256i biased = _mm256_add_epi64(_mm256_cvtepi32_epi64(n), _mm256_set1_epi64x(1023));
+    return _mm256_castsi256_pd(_mm256_slli_epi64(biased, 52));
   }
 
   static KERNELGEN_INLINE Mask less(Reg a, Reg b) { return _mm256_cmp_pd(a, b, _CMP_LT_OQ); }
