@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -28,31 +29,29 @@ _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-
 
 
 @cache
-def _command(cxx: str | None) -> tuple[str, ...]:
-    """The compiler command. CXX may carry arguments ("ccache g++")."""
+def _compiler(cxx: str | None) -> tuple[tuple[str, ...], str]:
+    """(command words, what the compiler says of itself). CXX may carry arguments ("ccache g++").
+
+    One run of ``-v`` tells whether it works, its version and its target: each run of a compiler driver costs
+    milliseconds of the first call. The name it was called by and its paths are left out, so that the same compiler
+    under two names is one.
+    """
     searched = []
     for candidate in [cxx] if cxx else _CANDIDATES:
         words = shlex.split(candidate)
         searched.append(f"CXX={candidate}" if cxx else candidate)
         if not words or shutil.which(words[0]) is None:
             continue
-        probe = subprocess.run([*words, "--version"], capture_output=True, text=True, check=False)
-        if probe.returncode == 0 and probe.stdout.strip():
-            return tuple(words)
+        probe = subprocess.run([*words, "-v"], capture_output=True, text=True, check=False, env=_compiler_environment())
+        lines = (probe.stdout + probe.stderr).splitlines()
+        version = next((line.strip() for line in lines if re.match(r"(gcc|.*clang) version ", line)), "")
+        machine = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("Target:")), "")
+        if probe.returncode == 0 and version:
+            return tuple(words), f"{version} {machine}"
     raise ToolchainMissing(
         f"no C++17 compiler works: searched {', '.join(searched)} on PATH={os.environ.get('PATH', '')!r}; "
         "install g++ or clang++, or set CXX to its command"
     )
-
-
-@cache
-def _version(command: tuple[str, ...]) -> str:
-    """First line of --version without the name it was called by: the same compiler under two names is one."""
-    text = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
-    machine = subprocess.run([*command, "-dumpmachine"], capture_output=True, text=True, check=False).stdout.strip()
-    kind = "clang" if "clang" in text.lower() else "gcc"
-    words = text.split(" ", 1)
-    return f"{kind} {words[1] if kind == 'gcc' and len(words) > 1 else text} {machine}"
 
 
 class Cxx(Toolchain):
@@ -60,10 +59,10 @@ class Cxx(Toolchain):
 
     def command(self) -> tuple[str, ...]:
         """Compiler command words. Raises ToolchainMissing."""
-        return _command(settings().cxx)
+        return _compiler(settings().cxx)[0]
 
     def identity(self) -> ToolchainId:
-        return ToolchainId("cxx", _version(self.command()), PARAMS_ABI)
+        return ToolchainId("cxx", _compiler(settings().cxx)[1], PARAMS_ABI)
 
     def flags(self, target: Target) -> tuple[str, ...]:
         return _FLAGS + CPU_ISA_LEVELS[target.isa][0]

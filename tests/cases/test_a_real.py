@@ -39,10 +39,10 @@ def call(cache: Path | None, *, backend: str = "generated", code: str = CALL, ch
 
 
 def compiler_wrapper(folder: Path, body: str, name: str = "cxx") -> Path:
-    """A shell script to use as CXX; ``$REAL`` is the real compiler. It answers --version like the real one."""
+    """A shell script to use as CXX; ``$REAL`` is the real compiler. It answers -v like the real one."""
     script = folder / name
     real = shutil.which("g++")
-    script.write_text(f'#!/bin/bash\nREAL={real}\ncase "$1" in --version|-dumpmachine) exec $REAL "$@";; esac\n{body}\n')
+    script.write_text(f'#!/bin/bash\nREAL={real}\ncase "$1" in -v) exec $REAL "$@";; esac\n{body}\n')
     script.chmod(0o755)
     return script
 

@@ -61,16 +61,17 @@ struct PrefillCpu {
   using Element = typename Options::Element;
   using Product = typename ProductOf<Element>::type;
   using Operand = typename Product::Element;
-  using Tile = kernelgen::Tile<Product>;
+  template <int kUsed>
+  using TileOf = Tile<Product, kTileRows, kUsed>;
   using V = typename Product::V;
   using Reg = typename V::Reg;
   using Scalar = typename V::Scalar;
 
   static constexpr int kHeadDim = Options::kHeadDim, kHeadDimV = Options::kHeadDimV, kBlockK = Options::kBlockK;
-  static constexpr int kRows = Tile::kRows;    // keys, or value columns, of one register tile
-  static constexpr int kVecs = Tile::kVecs;    // registers across a panel
+  static constexpr int kRows = kTileRows;        // keys, or value columns, of one register tile
+  static constexpr int kVecs = kTileVecs;        // registers across a panel
   static constexpr int kLanes = V::kLanes;
-  static constexpr int kWidth = Tile::kWidth;  // query rows of a panel
+  static constexpr int kWidth = kVecs * kLanes;  // query rows of a panel
   static constexpr int kDepth = Product::kDepth;
   // Weights of 16-bit inputs are rounded to 8 or compared with 11 bits: a shorter polynomial is enough.
   static constexpr int kExpDegree = sizeof(Element) == 2 ? 5 : 6;
@@ -224,12 +225,12 @@ struct PrefillCpu {
     }
   }
 
-  // Rows [begin, end) of the tile; rows up to the next multiple of kRows become zero.
+  // Rows [begin, end) of the tile. What lies behind, up to a multiple of kRows, is stale and always masked.
   static void pack_keys(const Element* k, int64_t stride, Operand* keys, int begin, int end) {
     for (int j = begin; j < end; ++j) widen_row<kHeadDim>(k + j * stride, keys + j * kHeadDim);
-    for (int j = end; j % kRows; ++j) std::memset(keys + j * kHeadDim, 0, sizeof(Operand) * kHeadDim);
   }
 
+  // As pack_keys, but stale rows would meet weights of 0 in a product: up to the next multiple of kRows they are 0.
   static void pack_values(const Element* v, int64_t stride, Operand* values, int begin, int end) {
     static constexpr Element kNothing[kHeadDimV] = {};
     const int padded = (end + kRows - 1) / kRows * kRows;
@@ -263,6 +264,7 @@ struct PrefillCpu {
   }
 
   // ---- One panel against one tile ---------------------------------------------------------------------------------
+  // kUsed: how many of a panel's kVecs registers hold rows; a panel of few rows (decoding) computes only the first.
 
   // Rows as lanes: which keys of the tile that begins at key `tile` does each row see? Halves keep comparisons exact.
   struct Sight {
@@ -321,59 +323,60 @@ struct PrefillCpu {
   // Tile sums over `count` elements of depth, in blocks of kSumBlock. b is a packed panel from its first element on.
   // With AVX2 a call of its own: one tile fills the 16 registers, and amid other code GCC 12 spills accumulators in the
   // inner loop, which halves its speed. "+m" keeps the sums in memory for the same reason.
-  template <int kRowStride, int kStepStride>
+  template <int kUsed, int kRowStride, int kStepStride>
 #if defined(__AVX512F__)
   static KERNELGEN_INLINE
 #else
   static __attribute__((noinline))
 #endif
-  Tile product(const Operand* a, const Operand* b, int count) {
-    Tile sum;
+  TileOf<kUsed> product(const Operand* a, const Operand* b, int count) {
+    TileOf<kUsed> sum;
     sum.clear();
 #pragma GCC unroll 1
     for (int at = 0; at < count; at += kSumBlock) {
-      Tile part;
+      TileOf<kUsed> part;
       part.clear();
 #if !defined(__AVX512F__)
       asm volatile("" : "+m"(sum));
 #endif
       part.multiply(a + at / kDepth * kStepStride, kRowStride, kStepStride, b + at * kWidth,
-                    (count - at < kSumBlock ? count - at : kSumBlock) / kDepth);
+                    (count - at < kSumBlock ? count - at : kSumBlock) / kDepth, kWidth * kDepth);
       sum.add(part);
     }
     return sum;
   }
 
   // S^T of keys [begin, end) of the tile, -inf where a row does not see a key; raises `peak` to the new maxima.
-  template <class SightOf>
+  template <int kUsed, class SightOf>
   static void scores(const Panel& panel, const Buffers& b, const Logit& logit, const SightOf& sight, int begin, int end,
-                     Reg (&peak)[kVecs]) {
-    Reg top[kVecs];
-    for (int v = 0; v < kVecs; ++v) top[v] = peak[v];
+                     Reg (&peak)[kUsed]) {
+    Reg top[kUsed];
+    for (int v = 0; v < kUsed; ++v) top[v] = peak[v];
     for (int j = begin; j < end; j += kRows) {
-      const Tile t = product<kHeadDim, kDepth>(b.keys + j * kHeadDim, panel.queries, kHeadDim);
+      const TileOf<kUsed> t = product<kUsed, kHeadDim, kDepth>(b.keys + j * kHeadDim, panel.queries, kHeadDim);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
-        for (int v = 0; v < kVecs; ++v) {
+        for (int v = 0; v < kUsed; ++v) {
           const Reg s = sight.choose(j + r, v, logit.kept(t.acc[r][v]), V::broadcast(kMinusInfinity));
           top[v] = V::max(s, top[v]);  // drops a NaN, which reaches the result through its weight
           V::store(b.scores + (j + r) * kWidth + v * kLanes, s);
         }
     }
-    for (int v = 0; v < kVecs; ++v) peak[v] = top[v];
+    for (int v = 0; v < kUsed; ++v) peak[v] = top[v];
   }
 
   // P^T: in place, or as pairs in their own buffer. Returns the sums in `total`.
-  static void weights(const Buffers& b, const Logit& logit, int begin, int end, const Reg (&peak)[kVecs],
-                      Reg (&total)[kVecs]) {
-    for (int v = 0; v < kVecs; ++v) total[v] = V::zero();
+  template <int kUsed>
+  static void weights(const Buffers& b, const Logit& logit, int begin, int end, const Reg (&peak)[kUsed],
+                      Reg (&total)[kUsed]) {
+    for (int v = 0; v < kUsed; ++v) total[v] = V::zero();
     for (int block = begin; block < end; block += kSumBlock) {
-      Reg sum[kVecs];
-      for (int v = 0; v < kVecs; ++v) sum[v] = V::zero();
+      Reg sum[kUsed];
+      for (int v = 0; v < kUsed; ++v) sum[v] = V::zero();
       for (int j = block; j < end && j < block + kSumBlock; j += kDepth) {
 #pragma GCC unroll 8
-        for (int v = 0; v < kVecs; ++v) {
+        for (int v = 0; v < kUsed; ++v) {
           Scalar* s = b.scores + j * kWidth + v * kLanes;
           const Reg p = logit.template weight<kExpDegree>(V::load(s), peak[v]);
           sum[v] = sum[v] + p;
@@ -386,20 +389,22 @@ struct PrefillCpu {
           }
         }
       }
-      for (int v = 0; v < kVecs; ++v) total[v] = total[v] + sum[v];
+      for (int v = 0; v < kUsed; ++v) total[v] = total[v] + sum[v];
     }
   }
 
   // O^T = O^T * alpha + V^T P^T over keys [begin, end).
-  static void output(Panel& panel, const Buffers& b, int begin, int end, const Reg (&alpha)[kVecs]) {
+  template <int kUsed>
+  static void output(Panel& panel, const Buffers& b, int begin, int end, const Reg (&alpha)[kUsed]) {
     const Operand* weights = b.weights + begin * kWidth;
     const Operand* values = b.values + begin * kRows;
     for (int d = 0; d < kHeadDimV; d += kRows) {
-      const Tile t = product<kDepth, kRows * kDepth>(values + d / kRows * kValueStrip, weights, end - begin);
+      const TileOf<kUsed> t =
+          product<kUsed, kDepth, kRows * kDepth>(values + d / kRows * kValueStrip, weights, end - begin);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
-        for (int v = 0; v < kVecs; ++v) {
+        for (int v = 0; v < kUsed; ++v) {
           Scalar* o = panel.output + (d + r) * kWidth + v * kLanes;
           V::store(o, V::fma(V::load(o), alpha[v], t.acc[r][v]));
         }
@@ -417,11 +422,12 @@ struct PrefillCpu {
   }
 
   // `output` for a tile whose V holds NaN or inf that some rows must not see: a row adds only keys that it sees.
+  template <int kUsed>
   static void careful_output(Panel& panel, const Buffers& b, const Element* value, int64_t stride, int64_t tile,
-                             int begin, int end, const Reg (&alpha)[kVecs]) {
+                             int begin, int end, const Reg (&alpha)[kUsed]) {
     const Sight sight(panel, tile);
     for (int d = 0; d < kHeadDimV; ++d)
-      for (int v = 0; v < kVecs; ++v) {
+      for (int v = 0; v < kUsed; ++v) {
         Reg acc = V::zero();
         for (int j = begin; j < end; ++j) {
           const Reg sum = V::fma(weight_at(b, j, v), V::broadcast(widen(value[j * stride + d])), acc);
@@ -464,6 +470,7 @@ struct PrefillCpu {
     }
   }
 
+  template <int kUsed>
   static void step(Panel& panel, const Buffers& b, const Logit& logit, const Element* value, int64_t stride,
                    int64_t tile, int loaded_end, bool finite) {
     const Range& range = panel.range;
@@ -473,19 +480,19 @@ struct PrefillCpu {
     if (begin >= end) return;
     const bool whole = range.every_first <= tile + begin && range.every_end >= tile + end;
 
-    Reg before[kVecs], peak[kVecs], alpha[kVecs], total[kVecs];
-    for (int v = 0; v < kVecs; ++v) before[v] = peak[v] = V::load(panel.peak + v * kLanes);
+    Reg before[kUsed], peak[kUsed], alpha[kUsed], total[kUsed];
+    for (int v = 0; v < kUsed; ++v) before[v] = peak[v] = V::load(panel.peak + v * kLanes);
     if (whole) scores(panel, b, logit, FullSight{}, begin, end, peak);
     else scores(panel, b, logit, Sight(panel, tile), begin, end, peak);
     const Reg minus_infinity = V::broadcast(kMinusInfinity);
-    for (int v = 0; v < kVecs; ++v) {
+    for (int v = 0; v < kUsed; ++v) {
       V::store(panel.peak + v * kLanes, peak[v]);
       // A row that has seen nothing yet: -inf - 0 stays -inf, where -inf - -inf would be NaN.
       peak[v] = V::select(V::equal(peak[v], minus_infinity), V::zero(), peak[v]);
       alpha[v] = logit.weight(before[v], peak[v]);
     }
     weights(b, logit, begin, end, peak, total);
-    for (int v = 0; v < kVecs; ++v) {
+    for (int v = 0; v < kUsed; ++v) {
       Scalar* sum = panel.total + v * kLanes;
       V::store(sum, V::fma(V::load(sum), alpha[v], total[v]));
     }
@@ -530,7 +537,10 @@ struct PrefillCpu {
       pack_values(values, p.v_row, b.values, begin, end);
       const bool whole = range.every_first <= tile + begin && range.every_end >= tile + end;
       const bool finite = whole || all_finite(values, p.v_row, begin, end);
-      for (int i = 0; i < panels; ++i) step(b.panels[i], b, logit, values, p.v_row, tile, end, finite);
+      for (int i = 0; i < panels; ++i) {
+        const bool narrow = t.rows - i * kWidth <= kLanes;
+        (narrow ? step<1> : step<kVecs>)(b.panels[i], b, logit, values, p.v_row, tile, end, finite);
+      }
     }
     for (int i = 0; i < panels; ++i) store_rows(p, t, b.panels[i], logit, t.row + i * kWidth, t.rows - i * kWidth);
   }
