@@ -146,7 +146,9 @@ def random_features(case: Case, rng: random.Random) -> dict[str, Any]:
     if case["cap"]:
         features["soft_cap"] = rng.choice((0.7, 20.0))
     if rng.random() < 0.3:
-        features["scale"] = rng.choice((0.5, -0.11, 0.0, 1e-3))
+        # Not beyond 0.15: at 0.5 and D = 128 logits reach +-20, where float32's rounding of q.k is the whole error and it is
+        # luck whether ours or torch's order of summation is the closer one (seen: 1.2 x the limit in 1 row of a thousand tiles).
+        features["scale"] = rng.choice((0.15, -0.11, 0.0, 1e-3))
     return features
 
 
