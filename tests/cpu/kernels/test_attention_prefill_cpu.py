@@ -169,7 +169,7 @@ def run_random(case: Case, index: int, factor: float = 2.0) -> None:
     what = f"{case} #{index} hq={hkv * group} hkv={hkv}"
     if case["layout"] == "dense":
         sq, sk = rng.randint(1, longest_q), rng.randint(1, longest_k)
-        shapes = [(batch, sq, hkv * group, d), (batch, sk, hkv, d), (batch, sk, hkv, dv)]
+        shapes: list[tuple[int, ...]] = [(batch, sq, hkv * group, d), (batch, sk, hkv, d), (batch, sk, hkv, dv)]
         q, k, v = (any_layout(x, rng) for x in data.random_tensors(shapes, dtype, seed=seed))
         if case["kv_lens"]:
             features["kv_lens"] = torch.tensor(data.random_lengths(batch, sk, seed=seed), dtype=torch.int32)
@@ -284,6 +284,19 @@ def test_extreme_logits(isa: str, dtype: str) -> None:
         ones = torch.ones_like(q)
         check_dense(ones, torch.full_like(k, -torch.inf), v, causal=True, what="all -inf", seed=seed)
         check_dense(q.round(), k.round(), v, causal=True, scale=50.0, what="peaked", seed=seed)
+
+
+@pytest.mark.parametrize(("isa", "dtype"), KINDS)
+def test_equal_weights_round_as_torch_does(isa: str, dtype: str) -> None:
+    """A query of zeros over two keys is their mean: exact until the result is rounded, to nearest even."""
+    kind, seed = torch_dtype(dtype), data.seed_of("mean", dtype)
+    k, v = data.random_tensors([(1, 2, 2, 64), (1, 2, 2, 64)], kind, seed=seed)
+    q = torch.zeros(1, 33, 4, 64, dtype=kind)
+    with level(isa):
+        out, lse = kernelgen.attention(q, k, v, causal=False, window=(None, 40), return_lse=True, backend="generated")
+    mean = (v.float().sum(1, keepdim=True) / 2).to(kind).repeat_interleave(2, 2)
+    assert_bits_equal(out, mean.expand_as(out), what="mean")
+    assert_bits_equal(lse, torch.full_like(lse, 2.0).log(), what="lse")
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
