@@ -138,15 +138,22 @@ def legal(problem: AttentionProblem, target: Target, config: Config) -> Verdict:
     )
 
 
-def _block_k(problem: AttentionProblem) -> int:
-    return 128
+# Keys of a tile. 64 costs 1 - 3 %, 256 gains nothing and needs twice the scratch (Zen 4, fp32 and bf16, D 128, 512 and
+# 2048 tokens; docs/design/cpu_attention.md).
+_BLOCK_K = 128
+# Panels of a task, best first. More rows share a packed tile: 2 panels cost 4 - 10 % against 8, 16 and 32 gain up to
+# 3 % on long full attention, and need 1 MB of L2 beside the tile.
+_PANELS = (8, 4, 2, 1)
+_TASKS_PER_THREAD = 4  # below that, shorter tasks: an uneven end would cost more than packing twice
 
 
 def candidates(problem: AttentionProblem, target: Target) -> Iterator[Config]:
-    """Legal configs, best guess first."""
+    """Legal configs, best guess first. They differ in task_rows alone: same binary, same bits."""
     panel = Tiling.of(problem.q_dtype, target.isa).panel_rows
-    for rows in (8 * panel, 4 * panel, 16 * panel, panel):
-        config = Config(rows, _block_k(problem))
+    configs = [Config(count * panel, _BLOCK_K) for count in _PANELS]
+    enough = [c for c in configs if _num_tasks(problem, c) >= _TASKS_PER_THREAD * target.sm_count]
+    first = enough[0] if enough else configs[-1]
+    for config in (first, *(c for c in configs if c != first)):
         if legal(problem, target, config):
             yield config
 

@@ -284,6 +284,7 @@ def test_extreme_logits(isa: str, dtype: str) -> None:
         ones = torch.ones_like(q)
         check_dense(ones, torch.full_like(k, -torch.inf), v, causal=True, what="all -inf", seed=seed)
         check_dense(q.round(), k.round(), v, causal=True, scale=50.0, what="peaked", seed=seed)
+        check_dense(q, k, v, causal=True, scale=1e-300, what="a scale that float32 rounds to 0", seed=seed)
 
 
 @pytest.mark.parametrize(("isa", "dtype"), KINDS)
@@ -357,13 +358,28 @@ def test_uneven_ragged(lens_q: list[int], lens_k: list[int]) -> None:
         check_ragged(q, k, v, lens_q, lens_k, causal=True, what=f"{lens_q} {lens_k}")
 
 
+def test_requests_that_begin_behind_other_tokens() -> None:
+    """Boundaries cut out of a longer list: everything outside them is left alone, the rest is as if it were alone."""
+    q, k, v = data.random_tensors([(900, 8, 64), (700, 2, 64), (700, 2, 64)], seed=4)
+    cu_q = torch.tensor([311, 611, 611, 890], dtype=torch.int32)
+    cu_k = torch.tensor([100, 400, 500, 700], dtype=torch.int32)
+    out = data.poisoned_empty((900, 8, 64))
+    arguments: dict[str, Any] = dict(causal=True, return_lse=True, backend="generated")
+    kernelgen.attention_varlen(q, k, v, cu_q, cu_k, out=out, **arguments)
+    rest, _ = kernelgen.attention_varlen(q[311:], k[100:], v[100:], cu_q - 311, cu_k - 100, **arguments)
+    assert_bits_equal(out[311:890], rest[:579], what="behind other tokens")
+    assert bool(torch.isnan(out[:311]).all()) and bool(torch.isnan(out[890:]).all())
+
+
 def test_junk_boundaries_stay_inside_the_tensors() -> None:
     """Decreasing, negative and far boundaries give nonsense, but nothing outside the given tensors is touched."""
     q, k, v = data.random_tensors([(40, 2, 64), (50, 1, 64), (50, 1, 64)], seed=2)
     arena = data.poisoned_empty((3 * 40, 2, 64), torch.float32)
     out = arena[40:80]
     junk = torch.tensor([5, 2**30, -7, 31, 12], dtype=torch.int32)
-    for cu_q, cu_k in ((junk, junk), (data.cu_seqlens([10] * 4), junk), (junk, data.cu_seqlens([10] * 4))):
+    falling = torch.tensor([2**30, 40, 30, 20, 2**30], dtype=torch.int32)
+    even = data.cu_seqlens([10] * 4)
+    for cu_q, cu_k in ((junk, junk), (even, junk), (junk, even), (falling, even), (falling.flip(0), even)):
         kernelgen.attention_varlen(q, k, v, cu_q, cu_k, causal=True, out=out, return_lse=True, backend="generated")
     assert bool(torch.isnan(arena[:40]).all()) and bool(torch.isnan(arena[80:]).all())
 

@@ -21,10 +21,11 @@
 // double). Packed Q^T [D][row], P^T and V of a pair product hold two neighbours of the depth in each 32-bit lane.
 //
 // Masks are ranges: a row sees keys first[row] .. end[row] - 1. Tiles inside every row's range skip the mask; keys
-// outside every row's range are never read. A tile that some rows see only in part has weight 0 times V there, so its V
-// is searched for NaN and inf first; if there are any, that tile goes through `careful_output`, which selects.
+// past every row's range are never read. A tile that some rows see only in part has weight 0 times V there, so its V is
+// searched for NaN and inf first; if there are any, that tile goes through `careful_output`, which selects.
 //
-// The result of a row depends on nothing but its own request (tile borders are absolute, sums run in key order).
+// The result of a row depends on nothing but its own request: panels and tiles begin at fixed rows and keys of it, and
+// sums run in key order.
 #pragma once
 
 #include "kernelgen/cpu/math.h"
@@ -73,7 +74,7 @@ struct PrefillCpu {
   static constexpr int kLanes = V::kLanes;
   static constexpr int kWidth = kVecs * kLanes;  // query rows of a panel
   static constexpr int kDepth = Product::kDepth;
-  // Weights of 16-bit inputs are rounded to 8 or compared with 11 bits: a shorter polynomial is enough.
+  // Outputs of 16 bits keep 8 or 11 of them: the shorter polynomial's error of 9e-8 is far below that.
   static constexpr int kExpDegree = sizeof(Element) == 2 ? 5 : 6;
   // Every sum (over the depth, over keys) is cut into blocks of this many terms. With one chain over a depth of 512 the
   // largest error of a float call was 3.5 times that of torch's matmul, with blocks of 64 it was 1.5 times, with 32
@@ -94,6 +95,14 @@ struct PrefillCpu {
   // Which keys a set of rows sees: every row those in [every_first, every_end), some row those in [any_first, any_end).
   struct Range {
     int64_t any_first, any_end, every_first, every_end;
+
+    static Range of_no_row(int64_t keys) { return {keys, 0, 0, keys}; }
+    void join(const Range& other) {
+      any_first = other.any_first < any_first ? other.any_first : any_first;
+      any_end = other.any_end > any_end ? other.any_end : any_end;
+      every_first = other.every_first > every_first ? other.every_first : every_first;
+      every_end = other.every_end < every_end ? other.every_end : every_end;
+    }
   };
 
   struct alignas(64) Panel {
@@ -135,7 +144,7 @@ struct PrefillCpu {
     int64_t block;
     if constexpr (Options::kRagged) {
       const int64_t slot = first_slot(p, p.batch) - 1 - task / p.num_kv_heads;
-      if (slot < 0) return t;
+      if (slot < first_slot(p, 0)) return t;  // also where the first request begins behind other tokens
       t.head = task % p.num_kv_heads;
       int64_t low = 0, high = p.batch;  // first_slot(low) <= slot < first_slot(high)
       while (high - low > 1) {
@@ -144,6 +153,7 @@ struct PrefillCpu {
       }
       t.batch = low;
       block = slot - first_slot(p, low);
+      if (block < 0) return t;  // boundaries that decrease: nonsense, but in bounds
       t.q_begin = clamp(p.cu_seqlens_q[low], 0, p.seq_q);
       t.q_len = clamp(p.cu_seqlens_q[low + 1], t.q_begin, p.seq_q) - t.q_begin;
       t.k_begin = clamp(p.cu_seqlens_k[low], 0, p.seq_k);
@@ -195,7 +205,7 @@ struct PrefillCpu {
 
   // The keys each row sees, and their union and intersection.
   static Range set_ranges(const Params& p, const Task& t, Panel& panel, int64_t row, int64_t rows) {
-    Range range{t.k_len, 0, 0, t.k_len};
+    Range range = Range::of_no_row(t.k_len);
     for (int l = 0; l < kWidth; ++l) {
       int64_t first = 0, end = t.k_len;
       const int64_t r = row + (l < rows ? l : rows - 1);
@@ -204,10 +214,7 @@ struct PrefillCpu {
       if constexpr (Options::kBoundedLeft) first = clamp(position - p.window_left, 0, end);
       panel.first[l] = first;
       panel.end[l] = end;
-      range.any_first = first < range.any_first ? first : range.any_first;
-      range.any_end = end > range.any_end ? end : range.any_end;
-      range.every_first = first > range.every_first ? first : range.every_first;
-      range.every_end = end < range.every_end ? end : range.every_end;
+      range.join({first, end, first, end});
     }
     return panel.range = range;
   }
@@ -265,6 +272,23 @@ struct PrefillCpu {
 
   // ---- One panel against one tile ---------------------------------------------------------------------------------
   // kUsed: how many of a panel's kVecs registers hold rows; a panel of few rows (decoding) computes only the first.
+
+  // The rows that the next tile will pack. Their cache lines are asked for while the first panel computes: the tokens
+  // of one head lie far apart, and hardware prefetching stops at the end of each row. Decoding (fp32, 16 heads, 2048
+  // keys, one core of Zen 4): 5.7 ms without, 5.2 ms with prefetching 8 rows ahead of the packing, 3.9 ms with this.
+  struct NextTile {
+    const Element *keys, *values;
+    int64_t key_stride, value_stride;
+    int rows;
+
+    KERNELGEN_INLINE void prefetch(int begin) const {
+      constexpr int kLine = 64 / int(sizeof(Element));
+      for (int j = begin; j < begin + kRows && j < rows; ++j) {
+        for (int d = 0; d < kHeadDim; d += kLine) __builtin_prefetch(keys + j * key_stride + d, 0, 2);
+        for (int d = 0; d < kHeadDimV; d += kLine) __builtin_prefetch(values + j * value_stride + d, 0, 2);
+      }
+    }
+  };
 
   // Rows as lanes: which keys of the tile that begins at key `tile` does each row see? Halves keep comparisons exact.
   struct Sight {
@@ -348,11 +372,12 @@ struct PrefillCpu {
 
   // S^T of keys [begin, end) of the tile, -inf where a row does not see a key; raises `peak` to the new maxima.
   template <int kUsed, class SightOf>
-  static void scores(const Panel& panel, const Buffers& b, const Logit& logit, const SightOf& sight, int begin, int end,
-                     Reg (&peak)[kUsed]) {
+  static void scores(const Panel& panel, const Buffers& b, const Logit& logit, const SightOf& sight,
+                     const NextTile& next, int begin, int end, Reg (&peak)[kUsed]) {
     Reg top[kUsed];
     for (int v = 0; v < kUsed; ++v) top[v] = peak[v];
     for (int j = begin; j < end; j += kRows) {
+      next.prefetch(j);
       const TileOf<kUsed> t = product<kUsed, kHeadDim, kDepth>(b.keys + j * kHeadDim, panel.queries, kHeadDim);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r)
@@ -472,7 +497,7 @@ struct PrefillCpu {
 
   template <int kUsed>
   static void step(Panel& panel, const Buffers& b, const Logit& logit, const Element* value, int64_t stride,
-                   int64_t tile, int loaded_end, bool finite) {
+                   int64_t tile, int loaded_end, bool finite, const NextTile& next) {
     const Range& range = panel.range;
     const int begin = int(clamp(range.any_first - tile, 0, kBlockK)) / kRows * kRows;
     const int last = int(clamp(range.any_end - tile, 0, loaded_end));
@@ -482,8 +507,8 @@ struct PrefillCpu {
 
     Reg before[kUsed], peak[kUsed], alpha[kUsed], total[kUsed];
     for (int v = 0; v < kUsed; ++v) before[v] = peak[v] = V::load(panel.peak + v * kLanes);
-    if (whole) scores(panel, b, logit, FullSight{}, begin, end, peak);
-    else scores(panel, b, logit, Sight(panel, tile), begin, end, peak);
+    if (whole) scores(panel, b, logit, FullSight{}, next, begin, end, peak);
+    else scores(panel, b, logit, Sight(panel, tile), next, begin, end, peak);
     const Reg minus_infinity = V::broadcast(kMinusInfinity);
     for (int v = 0; v < kUsed; ++v) {
       V::store(panel.peak + v * kLanes, peak[v]);
@@ -512,15 +537,11 @@ struct PrefillCpu {
     b.panels = reinterpret_cast<Panel*>(at + kTileBytes);
     const int panels = int((t.rows + kWidth - 1) / kWidth);
 
-    Range range{t.k_len, 0, 0, t.k_len};
+    Range range = Range::of_no_row(t.k_len);
     for (int i = 0; i < panels; ++i) {
       Panel& panel = b.panels[i];
       pack_queries(p, t, panel, t.row + i * kWidth, t.rows - i * kWidth);
-      const Range r = set_ranges(p, t, panel, t.row + i * kWidth, t.rows - i * kWidth);
-      range.any_first = r.any_first < range.any_first ? r.any_first : range.any_first;
-      range.any_end = r.any_end > range.any_end ? r.any_end : range.any_end;
-      range.every_first = r.every_first > range.every_first ? r.every_first : range.every_first;
-      range.every_end = r.every_end < range.every_end ? r.every_end : range.every_end;
+      range.join(set_ranges(p, t, panel, t.row + i * kWidth, t.rows - i * kWidth));
       std::memset(panel.output, 0, sizeof panel.output);
       std::memset(panel.total, 0, sizeof panel.total);
       for (int l = 0; l < kWidth; ++l) panel.peak[l] = kMinusInfinity;
@@ -537,9 +558,12 @@ struct PrefillCpu {
       pack_values(values, p.v_row, b.values, begin, end);
       const bool whole = range.every_first <= tile + begin && range.every_end >= tile + end;
       const bool finite = whole || all_finite(values, p.v_row, begin, end);
+      NextTile next{k + (tile + kBlockK) * p.k_row, values + kBlockK * p.v_row, p.k_row, p.v_row,
+                    int(clamp(range.any_end - tile - kBlockK, 0, kBlockK))};
       for (int i = 0; i < panels; ++i) {
         const bool narrow = t.rows - i * kWidth <= kLanes;
-        (narrow ? step<1> : step<kVecs>)(b.panels[i], b, logit, values, p.v_row, tile, end, finite);
+        (narrow ? step<1> : step<kVecs>)(b.panels[i], b, logit, values, p.v_row, tile, end, finite, next);
+        next.rows = 0;
       }
     }
     for (int i = 0; i < panels; ++i) store_rows(p, t, b.panels[i], logit, t.row + i * kWidth, t.rows - i * kWidth);

@@ -107,8 +107,8 @@ struct Tile {
       for (int v = 0; v < Vecs; ++v) acc[r][v] = acc[r][v] + other.acc[r][v];
   }
 
-  // left(r, s) at a[r * row_stride + s * step_stride], right(s, .) at b[s * b_stride]: by default a packed panel of this
-  // tile's width. Strides in elements; compile-time constants become address displacements once this is inlined.
+  // left(r, s) at a[r * row_stride + s * step_stride], right(s, .) at b[s * b_stride]: by default a packed panel of
+  // this tile's width. Strides in elements; compile-time constants become address displacements once inlined.
   KERNELGEN_INLINE void multiply(const Element* a, int64_t row_stride, int64_t step_stride, const Element* b,
                                  int64_t steps, int64_t b_stride = kWidth * Product::kDepth) {
 #pragma GCC unroll 1
