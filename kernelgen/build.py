@@ -108,20 +108,22 @@ def kernel(spec: KernelSpec) -> LoadedKernel:
 
 def build(spec: KernelSpec) -> tuple[Artifact, bool]:
     """Make sure the artifact exists, without loading it (prebuild, compile checks). Works without the device."""
+    return _artifact(spec, *request_of(spec))
+
+
+def _artifact(spec: KernelSpec, request: Request, source: Source) -> tuple[Artifact, bool]:
     tool = toolchain(spec.toolchain)
-    request, source = request_of(spec)
     return fetch(request, tool.identity, lambda folder: tool.compile(source, request, folder), source, tool.cuda_major)
 
 
 def _load(spec: KernelSpec) -> LoadedKernel:
     start_launcher()
     start = time.perf_counter()
-    tool = toolchain(spec.toolchain)
-    request_of(spec)
+    request, source = request_of(spec)
     rendered = time.perf_counter()
-    artifact, built = build(spec)
+    artifact, built = _artifact(spec, request, source)
     compiled = time.perf_counter()
-    loaded = tool.load(spec, artifact)
+    loaded = toolchain(spec.toolchain).load(spec, artifact)
     done = time.perf_counter()
     _reports[spec] = BuildReport(str(spec), built, rendered - start, compiled - rendered if built else 0.0,
                                  done - compiled + (0.0 if built else compiled - rendered), str(artifact.path))

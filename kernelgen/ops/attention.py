@@ -185,7 +185,7 @@ def _describe(
     out_dtype = torch.bfloat16 if q.dtype in _FP8 else q.dtype
     out_shape = (*q.shape[:-1], dv)
     lse_shape = (seq_q, hq) if ragged else (batch, hq, seq_q)
-    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    grad = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in (q, k, v, sinks, alibi_slopes))
     if grad:
         check_no_output_with_grad(out=out, lse=lse)
     if out is None:

@@ -42,12 +42,10 @@ def gemm(
     key: Any = None
     if (c is None and scale_a is None and scale_b is None and out_scale is None
             and isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
-        grad = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
+        grad = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or getattr(bias, "requires_grad", False))
         key = (
             a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype, a.device, b.device, (a.data_ptr() | b.data_ptr()) & 15,
-            layout_of(bias), getattr(bias, "requires_grad", False),
-            activation, gate_up, accumulate, out_dtype, deterministic, backend, grad,
-            layout_of(out),
+            layout_of(bias), activation, gate_up, accumulate, out_dtype, deterministic, backend, grad, layout_of(out),
         )
         call = _calls.get(key)
         if call is not None:

@@ -88,7 +88,7 @@ def _describe_rmsnorm(
     check_tensors(x=x, weight=weight, residual=residual, out=out)
     flat = _rows("x", x, copy=True)
     rows, width = flat.shape
-    grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, residual))
     if grad:
         check_no_output_with_grad(out=out, residual=residual)
     if tuple(weight.shape) != (width,):

@@ -249,3 +249,52 @@ print("first", time.perf_counter() - t)
     times = [float(call(seeded, code=code).stdout.split()[1]) for _ in range(3)]
     print(times)
     assert min(times) < 0.25  # the bar of 30 ms is for an idle machine; a shared one is several times slower
+
+
+def test_a14_every_kernel_is_built_for_the_target_that_was_asked_for() -> None:
+    """A14: dry run over all kernels: the architecture stands in the toolchain's flags once, and no kernel brings its own."""
+    from kernelgen.build import request_of
+    from kernelgen.kernels.base import all_families
+    from kernelgen.targets import CPU_ISA_LEVELS, Target
+
+    seen = 0
+    for family in all_families():
+        archs = ("sm_86", "sm_89") if family.target_kind == "cuda" else tuple(f"cpu-{level}" for level in CPU_ISA_LEVELS)
+        for arch in archs:
+            target = Target.parse(arch)
+            for problem, config in family.coverage():
+                verdict = family.supports(problem, target)
+                if not verdict:
+                    assert verdict.reason
+                    continue
+                spec = family.spec(problem, target, config or next(iter(family.candidates(problem, target))))
+                assert not any("arch" in flag or "sm_" in flag or flag.startswith("-m") for flag in spec.flags), spec
+                request, _ = request_of(spec)
+                assert request.target == arch
+                named = [flag for flag in request.flags if "arch" in flag]
+                wanted = f"--gpu-architecture={arch}" if family.target_kind == "cuda" else CPU_ISA_LEVELS[target.isa][0][0]
+                assert named == [wanted], (spec, named)
+                seen += 1
+    assert seen > 30
+
+
+def test_a20_build_failures_tell_themselves_apart(fresh_cache: Path, tmp_path: Path) -> None:
+    """A20: a missing header, a compiler killed for memory and a linker failure: first real error, command, log, hint."""
+    from kernelgen import build, settings
+    from kernelgen.errors import CompileError
+    from kernelgen.testing import toy
+
+    header = {"toy/header.cc.jinja": "#include <no_such_header.h>\n" + toy.TEMPLATES[toy.CPU_TEMPLATE]}
+    killed = compiler_wrapper(tmp_path, "exit 137", "killed")
+    messages = []
+    with toy.templates(header):
+        for spec, cxx in ((toy.spec(template="toy/header.cc.jinja"), None), (toy.spec(factor=4), f"{killed}"),
+                          (toy.spec(factor=5, flags=("-ldoesnotexist",)), None)):
+            with settings.override(cxx=cxx), pytest.raises(CompileError) as caught:
+                build.build(spec)
+            assert caught.value.command and Path(caught.value.source or "").with_name("build.log").is_file()
+            messages.append(str(caught.value))
+    assert "no_such_header.h" in messages[0].splitlines()[0]
+    assert "killed" in messages[1] and "KERNELGEN_MAX_JOBS" in messages[1]
+    assert "doesnotexist" in messages[2].splitlines()[0]
+    assert all("command:" in message for message in messages)

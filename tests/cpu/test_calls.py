@@ -49,6 +49,25 @@ def test_gradients_reach_every_input(backend: str) -> None:
     assert all(t.grad is not None and t.grad.isfinite().all() for t in (q, k, v, a, b, x, w))
 
 
+def test_a_prepared_call_does_not_drop_the_gradient_of_a_bias() -> None:
+    """The same signature under no_grad and with gradients are two calls, also where only the bias asks for one."""
+    bias = torch.zeros(12, requires_grad=True)
+    with torch.no_grad():
+        assert not kernelgen.gemm(A, B, bias=bias).requires_grad
+    kernelgen.gemm(A, B, bias=bias).sum().backward()
+    assert bias.grad is not None
+    with torch.no_grad():
+        assert not kernelgen.gemm(A, B, bias=bias).requires_grad
+
+
+def test_gradients_of_the_rarer_tensors() -> None:
+    sinks = torch.randn(4, requires_grad=True)
+    for _ in range(2):
+        assert kernelgen.attention(Q, K, V, sinks=sinks)[0].requires_grad
+    with pytest.raises(SettingsError, match="residual: got a tensor while an input requires a gradient"):
+        kernelgen.rmsnorm(torch.randn(4, 16), torch.ones(16), residual=torch.randn(4, 16, requires_grad=True))
+
+
 def test_generated_kernels_say_that_they_have_no_backward() -> None:
     x = torch.randn(4, 16, requires_grad=True)
     for call in (lambda: kernelgen.silu_and_mul(x, backend="generated"), lambda: kernelgen.gemm(x, B[:16], backend="generated"),

@@ -7,34 +7,22 @@ them on purpose: ``python tests/cpu/kernels/test_attention_prefill_mma_compile.p
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kernelgen import build
-from kernelgen.cache.jobs import build_many
 from kernelgen.kernels.attention import prefill_mma
 from kernelgen.problems.attention import AttentionProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
+from kernelgen.testing.resources import ARCHS, assert_within_table, compiled, measured
 
-ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 TABLE = Path(__file__).with_name("ptxas_attention_prefill_mma.json")
 TABLE_ARCHS = ("sm_80", "sm_90a")
 # Large enough that the tuned row of the table is chosen, not the short tiles for few requests.
 BASE = AttentionProblem("dense", 8, 4096, 4096, 32, 8, 128, 128, "bf16", "bf16", "bf16")
-MEMORY_PER_JOB = 2**28
-
-
-def compiled(specs: Iterable[KernelSpec]) -> dict[str, dict[str, Any]]:
-    """Spec name -> meta of its artifact, compiled in parallel."""
-    wanted = list(specs)
-    jobs = build_many([lambda s=s: build.build(s) for s in wanted], labels=[str(s) for s in wanted],
-                      memory_per_job_bytes=MEMORY_PER_JOB)
-    return {spec.name: job.result()[0].meta for spec, job in zip(wanted, jobs)}
 
 
 def tuned_specs(arch: str) -> list[tuple[AttentionProblem, KernelSpec]]:
@@ -46,20 +34,6 @@ def tuned_specs(arch: str) -> list[tuple[AttentionProblem, KernelSpec]]:
             config = next(iter(prefill_mma.candidates(problem, target)))
             found.append((problem, prefill_mma.spec(problem, target, config)))
     return found
-
-
-def measured(arch: str) -> dict[str, dict[str, int]]:
-    """One row of the table per tuned kernel."""
-    specs = [spec for _, spec in tuned_specs(arch)]
-    reports = compiled(specs)
-    return {
-        spec.name: {
-            "registers": reports[spec.name]["registers"],
-            "spill_bytes": reports[spec.name]["spill_stores"] + reports[spec.name]["spill_loads"],
-            "shared_memory": int(dict(spec.parameters)["shared_memory"]),  # type: ignore[arg-type]
-        }
-        for spec in specs
-    }
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -77,14 +51,7 @@ def test_coverage_compiles(arch: str) -> None:
 
 @pytest.mark.parametrize("arch", TABLE_ARCHS)
 def test_tuned_kernels_keep_their_resources(arch: str) -> None:
-    """No spills, no more registers than committed, the same shared memory."""
-    expected = json.loads(TABLE.read_text())[arch]
-    got = measured(arch)
-    assert sorted(got) == sorted(expected), "the tuned kernels changed: write the table anew (see the module's docstring)"
-    for name, row in got.items():
-        assert row["spill_bytes"] == 0, f"{name} on {arch} spills"
-        assert row["registers"] <= expected[name]["registers"], f"{name} on {arch}: {row} against {expected[name]}"
-        assert row["shared_memory"] == expected[name]["shared_memory"], f"{name} on {arch}"
+    assert_within_table([spec for _, spec in tuned_specs(arch)], TABLE, arch)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -143,4 +110,4 @@ def test_illegal_configs_say_why() -> None:
 
 
 if __name__ == "__main__":
-    TABLE.write_text(json.dumps({arch: measured(arch) for arch in TABLE_ARCHS}, indent=1) + "\n")
+    TABLE.write_text(json.dumps({arch: measured([spec for _, spec in tuned_specs(arch)]) for arch in TABLE_ARCHS}, indent=1) + "\n")

@@ -8,15 +8,12 @@ them on purpose: ``python tests/cpu/kernels/test_gemm_mma_compile.py`` writes it
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kernelgen import build
-from kernelgen.cache.jobs import build_many
 from kernelgen.kernels.activation import silu_and_mul_cuda
 from kernelgen.kernels.base import KernelFamily
 from kernelgen.kernels.gemm import gemm_mma
@@ -26,26 +23,15 @@ from kernelgen.problems.gemm import GemmProblem
 from kernelgen.problems.rows import RmsNormProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
-from kernelgen.toolchains import toolchain
+from kernelgen.testing.resources import ARCHS, assert_within_table, compiled, measured
 
 FAMILIES = (gemm_mma.FAMILY, rmsnorm_cuda.FAMILY, silu_and_mul_cuda.FAMILY)
-ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 # sm_86 stands for every part with 99 KB of shared memory, sm_90a for the others: there all of coverage() compiles. The
 # other architectures compile the instructions in use once each, which is what could differ.
 FULL_ARCHS = ("sm_86", "sm_90a")
 TABLE = Path(__file__).with_name("ptxas_gemm_mma.json")
 TABLE_ARCHS = ("sm_80", "sm_90a")
 BASE = GemmProblem(1, 4096, 4096, 4096, "bf16", "bf16", "bf16", b_order="col")
-MEMORY_PER_JOB = 2**28
-
-
-def compiled(specs: Iterable[KernelSpec]) -> dict[str, dict[str, Any]]:
-    """Spec name -> meta of its artifact, compiled in parallel."""
-    wanted = list(specs)
-    toolchain("nvrtc").identity()  # loads the library once, before several threads ask for it
-    jobs = build_many([lambda s=s: build.build(s) for s in wanted], labels=[str(s) for s in wanted],
-                      memory_per_job_bytes=MEMORY_PER_JOB)
-    return {spec.name: job.result()[0].meta for spec, job in zip(wanted, jobs)}
 
 
 def covered(family: KernelFamily, target: Target) -> list[KernelSpec]:
@@ -74,20 +60,6 @@ def tuned_specs(arch: str) -> list[KernelSpec]:
     return specs
 
 
-def measured(arch: str) -> dict[str, dict[str, int]]:
-    """One row of the table per tuned kernel."""
-    specs = tuned_specs(arch)
-    reports = compiled(specs)
-    return {
-        spec.name: {
-            "registers": reports[spec.name]["registers"],
-            "spill_bytes": reports[spec.name]["spill_stores"] + reports[spec.name]["spill_loads"],
-            "shared_memory": int(dict(spec.parameters).get("shared_memory", 0)),  # type: ignore[call-overload]
-        }
-        for spec in specs
-    }
-
-
 @pytest.mark.parametrize("arch", ARCHS)
 def test_coverage_compiles(arch: str) -> None:
     target = Target.parse(arch)
@@ -104,14 +76,7 @@ def test_coverage_compiles(arch: str) -> None:
 
 @pytest.mark.parametrize("arch", TABLE_ARCHS)
 def test_tuned_kernels_keep_their_resources(arch: str) -> None:
-    """No spills, no more registers than committed, the same shared memory."""
-    expected = json.loads(TABLE.read_text())[arch]
-    got = measured(arch)
-    assert sorted(got) == sorted(expected), "the tuned kernels changed: write the table anew (see the module's docstring)"
-    for name, row in got.items():
-        assert row["spill_bytes"] == 0, f"{name} on {arch} spills"
-        assert row["registers"] <= expected[name]["registers"], f"{name} on {arch}: {row} against {expected[name]}"
-        assert row["shared_memory"] == expected[name]["shared_memory"], f"{name} on {arch}"
+    assert_within_table(tuned_specs(arch), TABLE, arch)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -179,4 +144,4 @@ def test_illegal_configs_say_why() -> None:
 
 
 if __name__ == "__main__":
-    TABLE.write_text(json.dumps({arch: measured(arch) for arch in TABLE_ARCHS}, indent=1) + "\n")
+    TABLE.write_text(json.dumps({arch: measured(tuned_specs(arch)) for arch in TABLE_ARCHS}, indent=1) + "\n")

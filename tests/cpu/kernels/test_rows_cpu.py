@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import kernelgen
-from kernelgen import reference as ref
-from kernelgen.testing.data import layouts, padded_rows, poisoned_empty, random_tensor, seed_of
-from kernelgen.testing.tolerance import assert_bits_equal, assert_close_to_reference
+from kernelgen.testing.data import layouts, padded_rows, random_tensor
+from kernelgen.testing.rows import check_rmsnorm, check_silu_and_mul
+from kernelgen.testing.tolerance import assert_bits_equal
 
 F32, F64, BF16, FP16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 # Around the vector lengths, the four chains of the sum, and wide enough for several tasks.
@@ -21,22 +21,7 @@ WIDTHS = (1, 7, 16, 64, 65, 1000, 5001)
 def test_rmsnorm(dtype: torch.dtype, weight_dtype: torch.dtype, with_residual: bool) -> None:
     for width in WIDTHS:
         for rows in (0, 1, 13):
-            seed = seed_of(rows, width)
-            x, r = random_tensor((rows, width), dtype, seed=seed, scale=3), random_tensor((rows, width), dtype, seed=seed + 1)
-            weight = random_tensor((width,), weight_dtype, seed=seed + 2)
-            what = f"{rows}x{width}"
-            residual = r.clone() if with_residual else None
-            exact = ref.rmsnorm(x, weight, 1e-5, residual=residual)
-            plain = ref.rmsnorm(x, weight, 1e-5, residual=residual, compute_dtype=F32)
-            out = kernelgen.rmsnorm(x, weight, 1e-5, residual=residual, out=poisoned_empty((rows, width), dtype), backend="generated")
-            if residual is not None:
-                (exact, total), (plain, plain_total) = exact, plain
-                assert_close_to_reference(residual, total, plain_total.to(dtype), what=f"{what} residual", seed=seed)
-            assert_close_to_reference(out, exact, plain.to(dtype), what=what, seed=seed)
-            # In place: out is x.
-            again = x.clone()
-            kernelgen.rmsnorm(again, weight, 1e-5, residual=r.clone() if with_residual else None, out=again, backend="generated")
-            assert_bits_equal(again, out, what=f"{what} in place")
+            check_rmsnorm(rows, width, dtype, weight_dtype, with_residual=with_residual, device="cpu")
 
 
 def test_rmsnorm_layouts_and_leading_dimensions() -> None:
@@ -62,11 +47,7 @@ def test_rmsnorm_eps_is_this_call_s() -> None:
 def test_silu_and_mul(dtype: torch.dtype) -> None:
     for width in (*WIDTHS, 40000):
         for rows in (0, 1, 9):
-            seed = seed_of(rows, width)
-            x = random_tensor((rows, 2 * width), dtype, seed=seed, scale=8)
-            out = kernelgen.silu_and_mul(x, out=poisoned_empty((rows, width), dtype), backend="generated")
-            plain = ref.silu_and_mul(x, compute_dtype=F32).to(dtype)
-            assert_close_to_reference(out, ref.silu_and_mul(x), plain, what=f"{rows}x{width}", seed=seed)
+            check_silu_and_mul(rows, width, dtype, device="cpu")
     x = random_tensor((5, 66), dtype, seed=1)
     expected = kernelgen.silu_and_mul(x, backend="generated")
     for name, view in layouts(x).items():
