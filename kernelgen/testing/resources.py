@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ _MEMORY_PER_JOB = 2**28
 def compiled(specs: Iterable[KernelSpec]) -> dict[str, dict[str, Any]]:
     """Spec name -> meta of its artifact, compiled in parallel. Raises the first CompileError."""
     wanted = list(specs)
-    jobs = build_many([lambda s=s: build.build(s) for s in wanted], labels=[str(s) for s in wanted],
+    jobs = build_many([partial(build.build, spec) for spec in wanted], labels=[str(s) for s in wanted],
                       memory_per_job_bytes=_MEMORY_PER_JOB)
     return {spec.name: dict(job.result()[0].meta) for spec, job in zip(wanted, jobs)}
 
