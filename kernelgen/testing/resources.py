@@ -10,7 +10,9 @@ from typing import Any
 
 from kernelgen import build
 from kernelgen.cache.jobs import build_many
+from kernelgen.kernels.base import KernelFamily
 from kernelgen.specs import KernelSpec
+from kernelgen.targets import Target
 
 # Every architecture that has instructions or limits of its own among those the kernels run on.
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
@@ -23,6 +25,17 @@ def compiled(specs: Iterable[KernelSpec]) -> dict[str, dict[str, Any]]:
     jobs = build_many([partial(build.build, spec) for spec in wanted], labels=[str(s) for s in wanted],
                       memory_per_job_bytes=_MEMORY_PER_JOB)
     return {spec.name: dict(job.result()[0].meta) for spec, job in zip(wanted, jobs)}
+
+
+def covered(family: KernelFamily, target: Target) -> list[KernelSpec]:
+    """Specs of everything in the family's coverage(), with the chooser's config where it names none."""
+    specs = []
+    for problem, config in family.coverage():
+        assert family.supports(problem, target), problem
+        chosen = config or next(iter(family.candidates(problem, target)))
+        assert family.legal(problem, target, chosen), (problem, chosen)
+        specs.append(family.spec(problem, target, chosen))
+    return specs
 
 
 def _shared_memory(spec: KernelSpec) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,7 @@ def main() -> int:
         parser.error(f"unknown cases {', '.join(unknown)}; expected {', '.join(CASES)}")
     failed = 0
     for name in options.cases or CASES:
+        start = time.monotonic()
         try:
             CASES[name](options.device, not options.no_check)
             if options.device == "cuda":
@@ -112,7 +114,7 @@ def main() -> int:
             failed += 1
             print(f"{name}: FAILED: {error}", flush=True)
         else:
-            print(f"{name}: ran", flush=True)
+            print(f"{name}: ran in {time.monotonic() - start:.1f} s", flush=True)
     print(f"{len(options.cases or CASES) - failed} cases ran, {failed} failed, seed {SEED}")
     return 1 if failed else 0
 

@@ -17,7 +17,7 @@ from kernelgen.kernels.attention import prefill_mma
 from kernelgen.problems.attention import AttentionProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
-from kernelgen.testing.resources import ARCHS, assert_within_table, compiled, measured
+from kernelgen.testing.resources import ARCHS, assert_within_table, compiled, covered, measured
 
 TABLE = Path(__file__).with_name("ptxas_attention_prefill_mma.json")
 TABLE_ARCHS = ("sm_80", "sm_90a")
@@ -38,13 +38,7 @@ def tuned_specs(arch: str) -> list[tuple[AttentionProblem, KernelSpec]]:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_coverage_compiles(arch: str) -> None:
-    target = Target.parse(arch)
-    specs = []
-    for problem, config in prefill_mma.coverage():
-        assert prefill_mma.supports(problem, target)
-        chosen = config or next(iter(prefill_mma.candidates(problem, target)))
-        assert prefill_mma.legal(problem, target, chosen)
-        specs.append(prefill_mma.spec(problem, target, chosen))
+    specs = covered(prefill_mma.FAMILY, Target.parse(arch))
     for name, report in compiled(specs).items():
         assert report["registers"] <= 255, name
 

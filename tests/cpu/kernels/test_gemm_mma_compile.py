@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from kernelgen.kernels.activation import silu_and_mul_cuda
-from kernelgen.kernels.base import KernelFamily
 from kernelgen.kernels.gemm import gemm_mma
 from kernelgen.kernels.gemm.gemm_mma import Config
 from kernelgen.kernels.norm import rmsnorm_cuda
@@ -23,7 +22,7 @@ from kernelgen.problems.gemm import GemmProblem
 from kernelgen.problems.rows import RmsNormProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
-from kernelgen.testing.resources import ARCHS, assert_within_table, compiled, measured
+from kernelgen.testing.resources import ARCHS, assert_within_table, compiled, covered, measured
 
 FAMILIES = (gemm_mma.FAMILY, rmsnorm_cuda.FAMILY, silu_and_mul_cuda.FAMILY)
 # sm_86 stands for every part with 99 KB of shared memory, sm_90a for the others: there all of coverage() compiles. The
@@ -32,16 +31,6 @@ FULL_ARCHS = ("sm_86", "sm_90a")
 TABLE = Path(__file__).with_name("ptxas_gemm_mma.json")
 TABLE_ARCHS = ("sm_80", "sm_90a")
 BASE = GemmProblem(1, 4096, 4096, 4096, "bf16", "bf16", "bf16", b_order="col")
-
-
-def covered(family: KernelFamily, target: Target) -> list[KernelSpec]:
-    specs = []
-    for problem, config in family.coverage():
-        assert family.supports(problem, target), problem
-        chosen = config or next(iter(family.candidates(problem, target)))
-        assert family.legal(problem, target, chosen), (problem, chosen)
-        specs.append(family.spec(problem, target, chosen))
-    return specs
 
 
 def tuned_specs(arch: str) -> list[KernelSpec]:
