@@ -13,7 +13,7 @@ import torch
 from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, no_backend_error, prepare
 from kernelgen.dtypes import dtype_name
-from kernelgen.errors import DeviceError, DtypeError, NoBackendError, SettingsError, ShapeError
+from kernelgen.errors import DeviceError, DtypeError, KernelgenError, NoBackendError, SettingsError, ShapeError
 from kernelgen.kernels.base import division_of
 from kernelgen.ops.attention import Window, check_window
 from kernelgen.ops.checks import check_last_contiguous, check_output, check_rank, check_tensors, shape_text
@@ -38,7 +38,7 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _EMPTY: Any = None
 
 
-class _State:
+class State:
     """The part of a plan that update() refills."""
 
     def __init__(self, arrays: PlanArrays, rows: int | None, bounds: GraphBounds | None) -> None:
@@ -60,7 +60,7 @@ class AttentionPlan:
     variant: Any
     rotation: int | None
     backend: str
-    _state: _State
+    _state: State
     _runs: dict[Any, Callable[..., Any]] = field(default_factory=dict)
 
     def run(
@@ -104,18 +104,7 @@ class AttentionPlan:
         With ``cuda_graph_bounds`` the plan's own memory is refilled, for any batch within the bounds; without, the batch
         stays that of the plan. Raises ShapeError for another page size or batch: make a new plan for these.
         """
-        p, state = self.problem, self._state
-        _check_table(page_table)
-        batch = state.arrays.kv_lens.shape[0]
-        fits = page_table.batch <= batch if state.bounds else page_table.batch == batch
-        if not fits or page_table.page_size != p.page_size:
-            raise ShapeError(
-                f"got {page_table}, expected {batch} requests with pages of {p.page_size} as planned; make a new plan for others")
-        if q_lens is None and page_table.batch == batch:
-            starts = state.arrays.q_indptr
-        else:
-            starts = query_starts(q_lens, None, page_table.batch)
-        _set_lengths(self, page_table, starts)
+        update_plan(self, page_table, q_lens)
 
     def __repr__(self) -> str:
         chosen = self.decision.chosen
@@ -177,7 +166,7 @@ class AttentionPlan:
             kv_scales=p.kv_scales if first.k_scale is not None or first.v_scale is not None else None,
             alignment=alignment_of(first.q, first.k_cache, first.v_cache, first.out),
         )
-        _, run = prepare(problem, target_of(q.device), self.backend, first)
+        run = bind_run(self, problem, first)
 
         def call(*given: Any) -> Any:
             t = gather(*given)
@@ -265,12 +254,43 @@ def plan_attention(
     decision = choose(problem, target_of(where), backend)
     if decision.chosen is None:
         raise no_backend_error(decision, settings().backend if backend == "auto" else backend)
-    if cuda_graph_bounds is not None and decision.chosen.backend != "generated":
-        raise NoBackendError(f"got cuda_graph_bounds, but {decision.chosen.label} runs this plan: it reads lengths on the host and "
-                             f"cannot be captured; leave cuda_graph_bounds out\n{decision}")
+    check_graph_bounds(decision, cuda_graph_bounds)
     return start_plan(AttentionPlan, decision, page_table, starts, where, cuda_graph_bounds, scale=head_dim**-0.5 if scale is None
                       else float(scale), soft_cap=float(soft_cap) if soft_cap else None, variant=variant, rotation=rotation,
                       backend=backend)
+
+
+def update_plan(plan: Any, page_table: PageTable, q_lens: Lengths | None) -> None:
+    """Take new lengths and pages into an AttentionPlan or MLAPlan."""
+    p, state = plan.problem, plan._state
+    check_table(page_table)
+    batch = state.arrays.kv_lens.shape[0]
+    fits = page_table.batch <= batch if state.bounds else page_table.batch == batch
+    if not fits or page_table.page_size != p.page_size:
+        raise ShapeError(
+            f"got {page_table}, expected {batch} requests with pages of {p.page_size} as planned; make a new plan for others")
+    if q_lens is None and page_table.batch == batch:
+        starts = state.arrays.q_indptr
+    else:
+        starts = query_starts(q_lens, None, page_table.batch)
+    _set_lengths(plan, page_table, starts)
+
+
+def bind_run(plan: Any, problem: PagedAttentionProblem, first: PagedTensors) -> Callable[[PagedTensors], Any]:
+    """What runs the plan's problem, now that layouts are known. The plan's items must be those that it expects."""
+    decision, run = prepare(problem, target_of(first.q.device), plan.backend, first)
+    planned, needed = _shape_of(plan.decision).division, division_of(decision)
+    if needed is not None and needed != planned:
+        raise KernelgenError(f"{decision.chosen} cuts a batch by {needed}, the plan was cut by {planned}: please report {problem}")
+    return run
+
+
+def check_graph_bounds(decision: Decision, bounds: GraphBounds | None) -> None:
+    """Only a kernel that reads the plan's arrays can be captured."""
+    chosen = decision.chosen
+    if bounds is not None and chosen is not None and chosen.backend != "generated":
+        raise NoBackendError(f"got cuda_graph_bounds, but {chosen.label} runs this plan: it reads lengths on the host and cannot be "
+                             f"captured; leave cuda_graph_bounds out\n{decision}")
 
 
 def start_plan(make: Any, decision: Decision, table: PageTable, starts: torch.Tensor, device: torch.device,
@@ -278,12 +298,12 @@ def start_plan(make: Any, decision: Decision, table: PageTable, starts: torch.Te
     """A plan of class ``make`` for a decision, with its arrays filled."""
     problem, shape = decision.problem, _shape_of(decision)
     if bounds is None:
-        state = _State(_EMPTY, None, None)
+        state = State(_EMPTY, None, None)
     else:
         pages = table.block_tables if table.block_tables is not None else table.kv_indices
         assert pages is not None
         arrays = make_bounded_arrays(table.batch, bounds, pages.numel(), shape, device)
-        state = _State(arrays, None, bounds)
+        state = State(arrays, None, bounds)
     plan = make(problem=problem, decision=decision, device=device, _state=state, **fields)
     _set_lengths(plan, table, starts)
     return plan
@@ -376,7 +396,7 @@ def _describe(
     rotation: int | None, batch_invariant: bool, deterministic: bool, backend: str,
 ) -> tuple[PagedAttentionProblem, torch.Tensor]:
     """Check the plan's arguments; returns the problem and the query starts."""
-    _check_table(page_table)
+    check_table(page_table)
     dv = head_dim if head_dim_v is None else head_dim_v
     for name, size in (("head_dim", head_dim), ("head_dim_v", dv)):
         if size % 8 or not 8 <= size <= 512:
@@ -404,7 +424,7 @@ def _describe(
     return problem, starts
 
 
-def _check_table(page_table: PageTable) -> None:
+def check_table(page_table: PageTable) -> None:
     if not isinstance(page_table, PageTable):
         raise DtypeError(f"page_table: got {type(page_table).__name__}, expected a PageTable, as PageTable.from_blocks makes it")
 
