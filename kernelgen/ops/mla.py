@@ -9,20 +9,29 @@ from typing import Any
 import torch
 
 from kernelgen.dispatch.decision import Decision
-from kernelgen.dispatch.select import choose, no_backend_error
+from kernelgen.dispatch.select import choose
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DeviceError, DtypeError, NoBackendError, ShapeError
 from kernelgen.ops.checks import check_last_contiguous, check_output, check_rank, check_tensors, shape_text
 from kernelgen.ops.memo import LIMIT, layout_of
 from kernelgen.ops.page_table import Lengths, PageTable
-from kernelgen.ops.paged import State, bind_run, check_graph_bounds, check_table, query_starts, size_classes, start_plan, update_plan
-from kernelgen.ops.planning import GraphBounds
+from kernelgen.ops.paged import (
+    State,
+    bind_run,
+    check_table,
+    decide,
+    plan_device,
+    query_starts,
+    size_classes,
+    start_plan,
+    update_plan,
+)
+from kernelgen.ops.planning import Batch, GraphBounds, read_batch
 from kernelgen.ops.scales import Scale, head_scale, page_scale
 from kernelgen.problems.common import alignment_of
 from kernelgen.problems.paged import PagedAttentionProblem
 from kernelgen.reference.checks import check_option
-from kernelgen.settings import settings
-from kernelgen.targets import Target, target_of
+from kernelgen.targets import Target
 from kernelgen.tensors import PagedTensors
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -159,25 +168,20 @@ def plan_mla(
     cache. Query lengths, device and bounds as in plan_attention. Raises ShapeError, DtypeError, DeviceError, SettingsError;
     NoBackendError with the table of reasons.
     """
-    where = page_table.device if device is None else torch.device(device)
-    if where.type == "cuda" and where.index is None:
-        where = torch.device("cuda", torch.cuda.current_device())
-    problem, starts = _describe(page_table, num_heads, q_lens, cu_seqlens_q, q_dtype, kv_dtype, causal, head_dim_latent, head_dim_rope,
-                                kv_scales, batch_invariant, deterministic)
-    decision = choose(problem, target_of(where), backend)
-    if decision.chosen is None:
-        raise no_backend_error(decision, settings().backend if backend == "auto" else backend)
-    check_graph_bounds(decision, cuda_graph_bounds)
-    plan: MLAPlan = start_plan(MLAPlan, decision, page_table, starts, where, cuda_graph_bounds, scale=float(scale), backend=backend)
+    check_table(page_table)
+    where = plan_device(page_table, device)
+    batch = read_batch(page_table, query_starts(q_lens, cu_seqlens_q, page_table.batch))
+    problem = _describe(batch, num_heads, q_dtype, kv_dtype, causal, head_dim_latent, head_dim_rope, kv_scales, batch_invariant,
+                        deterministic)
+    plan: MLAPlan = start_plan(MLAPlan, decide(problem, where, backend), batch, where, cuda_graph_bounds, scale=float(scale),
+                               backend=backend)
     return plan
 
 
 def _describe(
-    page_table: PageTable, num_heads: int, q_lens: Lengths | None, cu_seqlens_q: Lengths | None, q_dtype: torch.dtype,
-    kv_dtype: torch.dtype | None, causal: bool, head_dim_latent: int, head_dim_rope: int, kv_scales: str | None,
-    batch_invariant: bool, deterministic: bool,
-) -> tuple[PagedAttentionProblem, torch.Tensor]:
-    check_table(page_table)
+    batch: Batch, num_heads: int, q_dtype: torch.dtype, kv_dtype: torch.dtype | None, causal: bool, head_dim_latent: int,
+    head_dim_rope: int, kv_scales: str | None, batch_invariant: bool, deterministic: bool,
+) -> PagedAttentionProblem:
     if num_heads < 1:
         raise ShapeError(f"num_heads: got {num_heads}, expected at least 1")
     for name, size, limit in (("head_dim_latent", head_dim_latent, 512), ("head_dim_rope", head_dim_rope, 64)):
@@ -189,13 +193,11 @@ def _describe(
     check_option("kv_scales", kv_scales, (None, "tensor", "request_head", "page"))
     if kv_scales is not None and kv_dtype not in _FP8:
         raise DtypeError(f"kv_scales: got {kv_scales!r} with a {kv_dtype} cache, expected an fp8 one; leave kv_scales out")
-    starts = query_starts(q_lens, cu_seqlens_q, page_table.batch)
-    problem = PagedAttentionProblem(
-        **size_classes(page_table, starts), num_q_heads=num_heads, num_kv_heads=1, head_dim=head_dim_latent + head_dim_rope,
+    return PagedAttentionProblem(
+        **size_classes(batch)._asdict(), num_q_heads=num_heads, num_kv_heads=1, head_dim=head_dim_latent + head_dim_rope,
         head_dim_v=head_dim_latent, rope_dim=head_dim_rope, q_dtype=dtype_name(q_dtype), kv_dtype=dtype_name(kv_dtype),
         causal=bool(causal), kv_scales=kv_scales, deterministic=deterministic, batch_invariant=batch_invariant,
     )
-    return problem, starts
 
 
 def explain_mla(*args: Any, target: Target, backend: str, live: bool, **kwargs: Any) -> Decision:
@@ -207,5 +209,7 @@ def explain_mla(*args: Any, target: Target, backend: str, live: bool, **kwargs: 
     values = defaults | dict(zip(("page_table",), args)) | kwargs
     for name in ("scale", "device", "cuda_graph_bounds"):  # change no choice
         values.pop(name, None)
-    problem, _ = _describe(**values)
-    return choose(problem, target, backend, live=live)
+    table = values.pop("page_table")
+    check_table(table)
+    batch = read_batch(table, query_starts(values.pop("q_lens"), values.pop("cu_seqlens_q"), table.batch))
+    return choose(_describe(batch, **values), target, backend, live=live)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from kernelgen.dispatch.decision import Decision
@@ -17,9 +15,9 @@ from kernelgen.errors import DeviceError, DtypeError, KernelgenError, NoBackendE
 from kernelgen.kernels.base import division_of
 from kernelgen.ops.attention import Window, check_window
 from kernelgen.ops.checks import check_last_contiguous, check_output, check_rank, check_tensors, shape_text
-from kernelgen.ops.memo import LIMIT, layout_of
+from kernelgen.ops.memo import LIMIT, layout_of, new_memo, remember
 from kernelgen.ops.page_table import Lengths, PageTable, check_starts, index_values
-from kernelgen.ops.planning import GraphBounds, HostLengths, Shape, host_lengths, make_arrays, make_bounded_arrays, refill
+from kernelgen.ops.planning import Batch, GraphBounds, Shape, make_arrays, make_bounded_arrays, page_numbers, read_batch, refill, to_host
 from kernelgen.ops.scales import Scale, head_scale, page_scale, split_numbers
 from kernelgen.ops.variants import bind_words, trace_or_name
 from kernelgen.problems.common import alignment_of
@@ -35,14 +33,17 @@ from kernelgen.tensors import PagedTensors, PlanArrays
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
-_EMPTY: Any = None
+_decisions = new_memo()
 
 
 class State:
     """The part of a plan that update() refills."""
 
-    def __init__(self, arrays: PlanArrays, rows: int | None, bounds: GraphBounds | None) -> None:
-        self.arrays, self.rows, self.bounds = arrays, rows, bounds
+    def __init__(self, arrays: PlanArrays | None, bounds: GraphBounds | None, shape: Shape) -> None:
+        self.arrays: Any = arrays
+        self.bounds, self.shape = bounds, shape
+        self.starts: torch.Tensor | None = None
+        self.rows: int | None = None  # of q, where the host knows them
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -237,27 +238,47 @@ def plan_attention(
     bool) or "packed" (bits); ``kv_scales``: "tensor", "head", "request_head" or "page"; ``rotation``: Hadamard sign seed
     with which the cached keys were rotated. causal, window, scale, soft_cap, variant: as in ``attention``.
 
-    The plan copies lengths and pages, and takes no other tensor: these are given to run.
+    The plan copies lengths. Page numbers stay where the table has them: leave those of used pages unchanged until the runs are
+    done (with ``cuda_graph_bounds`` they are copied). Every other tensor is given to run.
 
     ``cuda_graph_bounds`` (:class:`GraphBounds`): the plan may be captured in a CUDA graph and updated within them; its
     memory is allocated for them at once.
 
     Raises ShapeError, DtypeError, DeviceError, SettingsError; NoBackendError with the table of reasons.
     """
-    where = page_table.device if device is None else torch.device(device)
-    if where.type == "cuda" and where.index is None:
-        where = torch.device("cuda", torch.cuda.current_device())
-    problem, starts = _describe(
-        page_table, num_q_heads, num_kv_heads, head_dim, head_dim_v, q_lens, cu_seqlens_q, q_dtype, kv_dtype, kv_layout, causal,
-        window, soft_cap, alibi, sinks, mask, variant, kv_scales, rotation, batch_invariant, deterministic, backend,
-    )
-    decision = choose(problem, target_of(where), backend)
+    check_table(page_table)
+    where = plan_device(page_table, device)
+    batch = read_batch(page_table, query_starts(q_lens, cu_seqlens_q, page_table.batch))
+    key: Any = None
+    if variant is None and not isinstance(window, list):
+        key = (size_classes(batch), where, num_q_heads, num_kv_heads, head_dim, head_dim_v, q_dtype, kv_dtype, kv_layout, causal, window,
+               soft_cap, alibi, sinks, mask, kv_scales, rotation is None, batch_invariant, deterministic, backend)
+    known = _decisions.get(key) if key is not None else None
+    if known is None:
+        problem = _describe(
+            batch, num_q_heads, num_kv_heads, head_dim, head_dim_v, q_dtype, kv_dtype, kv_layout, causal, window, soft_cap, alibi, sinks,
+            mask, variant, kv_scales, rotation, batch_invariant, deterministic, backend,
+        )
+        known = decide(problem, where, backend)
+        if key is not None:
+            remember(_decisions, key, known)
+    return start_plan(AttentionPlan, known, batch, where, cuda_graph_bounds, scale=head_dim**-0.5 if scale is None else float(scale),
+                      soft_cap=float(soft_cap) if soft_cap else None, variant=variant, rotation=rotation, backend=backend)
+
+
+def plan_device(table: PageTable, device: torch.device | str | None) -> torch.device:
+    """Where q and the cache of a plan are."""
+    where = table.device if device is None else torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if where.type == "cuda" and where.index is None else where
+
+
+def decide(problem: PagedAttentionProblem, device: torch.device, backend: str) -> tuple[Decision, Shape]:
+    """The decision for a plan, and how its arrays are cut. Raises NoBackendError where nothing can run it."""
+    decision = choose(problem, target_of(device), backend)
     if decision.chosen is None:
         raise no_backend_error(decision, settings().backend if backend == "auto" else backend)
-    check_graph_bounds(decision, cuda_graph_bounds)
-    return start_plan(AttentionPlan, decision, page_table, starts, where, cuda_graph_bounds, scale=head_dim**-0.5 if scale is None
-                      else float(scale), soft_cap=float(soft_cap) if soft_cap else None, variant=variant, rotation=rotation,
-                      backend=backend)
+    p = problem
+    return decision, Shape(p.group_size, p.num_kv_heads, p.head_dim_v, p.mask is not None, division_of(decision))
 
 
 def update_plan(plan: Any, page_table: PageTable, q_lens: Lengths | None) -> None:
@@ -269,17 +290,15 @@ def update_plan(plan: Any, page_table: PageTable, q_lens: Lengths | None) -> Non
     if not fits or page_table.page_size != p.page_size:
         raise ShapeError(
             f"got {page_table}, expected {batch} requests with pages of {p.page_size} as planned; make a new plan for others")
-    if q_lens is None and page_table.batch == batch:
-        starts = state.arrays.q_indptr
-    else:
-        starts = query_starts(q_lens, None, page_table.batch)
-    _set_lengths(plan, page_table, starts)
+    planned = q_lens is None and page_table.batch == batch
+    starts = state.starts if planned else query_starts(q_lens, None, page_table.batch)
+    _set_lengths(plan, read_batch(page_table, starts))
 
 
 def bind_run(plan: Any, problem: PagedAttentionProblem, first: PagedTensors) -> Callable[[PagedTensors], Any]:
     """What runs the plan's problem, now that layouts are known. The plan's items must be those that it expects."""
     decision, run = prepare(problem, target_of(first.q.device), plan.backend, first)
-    planned, needed = _shape_of(plan.decision).division, division_of(decision)
+    planned, needed = plan._state.shape.division, division_of(decision)
     if needed is not None and needed != planned:
         raise KernelgenError(f"{decision.chosen} cuts a batch by {needed}, the plan was cut by {planned}: please report {problem}")
     return run
@@ -293,53 +312,37 @@ def check_graph_bounds(decision: Decision, bounds: GraphBounds | None) -> None:
                              f"captured; leave cuda_graph_bounds out\n{decision}")
 
 
-def start_plan(make: Any, decision: Decision, table: PageTable, starts: torch.Tensor, device: torch.device,
-               bounds: GraphBounds | None, **fields: Any) -> Any:
+def start_plan(
+    make: Any, decided: tuple[Decision, Shape], batch: Batch, device: torch.device, bounds: GraphBounds | None, **fields: Any,
+) -> Any:
     """A plan of class ``make`` for a decision, with its arrays filled."""
-    problem, shape = decision.problem, _shape_of(decision)
-    if bounds is None:
-        state = State(_EMPTY, None, None)
-    else:
-        pages = table.block_tables if table.block_tables is not None else table.kv_indices
-        assert pages is not None
-        arrays = make_bounded_arrays(table.batch, bounds, pages.numel(), shape, device)
-        state = State(arrays, None, bounds)
-    plan = make(problem=problem, decision=decision, device=device, _state=state, **fields)
-    _set_lengths(plan, table, starts)
+    (decision, shape), arrays = decided, None
+    if bounds is not None:
+        check_graph_bounds(decision, bounds)
+        arrays = make_bounded_arrays(batch.table.batch, bounds, page_numbers(batch.table).shape[0], shape, device)
+    plan = make(problem=decision.problem, decision=decision, device=device, _state=State(arrays, bounds, shape), **fields)
+    _set_lengths(plan, batch)
     return plan
 
 
-@lru_cache(maxsize=1024)
-def _shape_of(decision: Decision) -> Shape:
-    p = decision.problem
-    return Shape(p.group_size, p.num_kv_heads, p.head_dim_v, p.mask is not None, division_of(decision))
-
-
-def _set_lengths(plan: Any, table: PageTable, starts: torch.Tensor) -> None:
+def _set_lengths(plan: Any, batch: Batch) -> None:
     """Fill a plan's arrays, on the device where lengths are there and a kernel can plan them."""
-    state, shape, decision = plan._state, _shape_of(plan.decision), plan.decision
-    keys = host_lengths(table)
-    if keys is None or starts.device.type != "cpu":
-        if decision.chosen.backend == "generated" and plan.device.type == "cuda":
+    state = plan._state
+    shape = state.shape
+    state.starts, state.rows = batch.starts, batch.rows
+    if not batch.on_host:
+        if plan.decision.chosen.backend == "generated" and plan.device.type == "cuda":
             from kernelgen.kernels.attention.plan_cuda import plan_on_device
 
-            state.arrays = plan_on_device(table, starts, shape, plan.device, state.bounds, state.arrays if state.bounds else None)
-            state.rows = int(starts[-1]) if starts.device.type == "cpu" else None
+            state.arrays = plan_on_device(batch, shape, plan.device, state.bounds, state.arrays if state.bounds else None)
             return
-        keys = host_lengths(_on_host(table)) if keys is None else keys
-        starts = starts.cpu()
-    assert keys is not None
-    lengths = HostLengths(starts.numpy(), keys)
+        batch = to_host(batch)
+        state.rows = batch.rows
     if state.bounds is None:
-        state.arrays, state.rows = make_arrays(table, lengths, shape, plan.device), int(lengths.starts[-1])
+        state.arrays = make_arrays(batch, shape, plan.device)
     else:
-        refill(state.arrays, table, lengths, state.bounds, shape)
-
-
-def _on_host(table: PageTable) -> PageTable:
-    """The lengths of a table on the host; the page numbers stay."""
-    moved = {name: t.cpu() for name in ("kv_indptr", "kv_last_page_len", "seq_lens") if (t := getattr(table, name)) is not None}
-    return replace(table, **moved)
+        refill(state.arrays, batch, state.bounds, shape)
+        state.rows = None  # rows past the batch's last are left unwritten
 
 
 def explain_paged_attention(*args: Any, target: Target, backend: str, live: bool, **kwargs: Any) -> Decision:
@@ -352,8 +355,10 @@ def explain_paged_attention(*args: Any, target: Target, backend: str, live: bool
     values = defaults | dict(zip(("page_table",), args)) | kwargs
     for name in ("scale", "device", "cuda_graph_bounds"):  # change no choice
         values.pop(name, None)
-    problem, _ = _describe(**values, backend=backend)
-    return choose(problem, target, backend, live=live)
+    table = values.pop("page_table")
+    check_table(table)
+    batch = read_batch(table, query_starts(values.pop("q_lens"), values.pop("cu_seqlens_q"), table.batch))
+    return choose(_describe(batch, **values, backend=backend), target, backend, live=live)
 
 
 def run_reference(problem: PagedAttentionProblem, t: PagedTensors) -> None:
@@ -391,13 +396,11 @@ def run_reference(problem: PagedAttentionProblem, t: PagedTensors) -> None:
 
 
 def _describe(
-    page_table: PageTable, num_q_heads: int, num_kv_heads: int, head_dim: int, head_dim_v: int | None, q_lens: Lengths | None,
-    cu_seqlens_q: Lengths | None, q_dtype: torch.dtype, kv_dtype: torch.dtype | None, kv_layout: str, causal: bool,
-    window: Window | None, soft_cap: float | None, alibi: bool, sinks: bool, mask: str | None, variant: Any, kv_scales: str | None,
-    rotation: int | None, batch_invariant: bool, deterministic: bool, backend: str,
-) -> tuple[PagedAttentionProblem, torch.Tensor]:
-    """Check the plan's arguments; returns the problem and the query starts."""
-    check_table(page_table)
+    batch: Batch, num_q_heads: int, num_kv_heads: int, head_dim: int, head_dim_v: int | None, q_dtype: torch.dtype,
+    kv_dtype: torch.dtype | None, kv_layout: str, causal: bool, window: Window | None, soft_cap: float | None, alibi: bool, sinks: bool,
+    mask: str | None, variant: Any, kv_scales: str | None, rotation: int | None, batch_invariant: bool, deterministic: bool, backend: str,
+) -> PagedAttentionProblem:
+    """Check the plan's arguments."""
     dv = head_dim if head_dim_v is None else head_dim_v
     for name, size in (("head_dim", head_dim), ("head_dim_v", dv)):
         if size % 8 or not 8 <= size <= 512:
@@ -414,15 +417,13 @@ def _describe(
         raise DtypeError(f"kv_scales: got {kv_scales!r} with a {kv_dtype} cache, expected an fp8 one; leave kv_scales out")
     if soft_cap is not None and not soft_cap >= 0:
         raise SettingsError(f"soft_cap: got {soft_cap}, expected a positive number, or None or 0 for no cap")
-    starts = query_starts(q_lens, cu_seqlens_q, page_table.batch)
-    problem = PagedAttentionProblem(
-        **size_classes(page_table, starts), num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, head_dim_v=dv,
+    return PagedAttentionProblem(
+        **size_classes(batch)._asdict(), num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, head_dim_v=dv,
         q_dtype=dtype_name(q_dtype), kv_dtype=dtype_name(kv_dtype), kv_layout=kv_layout, causal=bool(causal),
         window=check_window(window), soft_cap=bool(soft_cap), alibi=bool(alibi), sinks=bool(sinks), mask=mask,
         variant=trace_or_name(variant, backend), kv_scales=kv_scales, rotation=rotation is not None, deterministic=deterministic,
         batch_invariant=batch_invariant,
     )
-    return problem, starts
 
 
 def check_table(page_table: PageTable) -> None:
@@ -430,25 +431,32 @@ def check_table(page_table: PageTable) -> None:
         raise DtypeError(f"page_table: got {type(page_table).__name__}, expected a PageTable, as PageTable.from_blocks makes it")
 
 
-def size_classes(table: PageTable, starts: torch.Tensor) -> dict[str, Any]:
-    """The fields of a problem that come from lengths and pages; counts are rounded up to powers of two."""
-    on_host = starts.device.type == "cpu"
-    keys = host_lengths(table)
-    rows = starts.numpy() if on_host else None
-    return {
-        "batch": _class(table.batch), "seq_q": None if rows is None else _class(int(rows[-1])),
-        "max_seq_q": None if rows is None else _class(int(np.diff(rows).max(initial=0))),
-        "seq_k": None if keys is None else _class(int(keys.sum())), "page_size": table.page_size, "table": table.form,
-        "one_page": table.block_tables is not None and table.block_tables.shape[1] == 1,
-    }
+class SizeClasses(NamedTuple):
+    """The fields of a problem that come from lengths and pages."""
+
+    batch: int
+    seq_q: int | None
+    max_seq_q: int | None
+    seq_k: int | None
+    page_size: int
+    table: str
+    one_page: bool
 
 
-def _class(count: int) -> int:
-    return 1 << (count - 1).bit_length() if count > 0 else 0
+def size_classes(batch: Batch) -> SizeClasses:
+    """Counts are rounded up to powers of two, so that few plans need a decision of their own."""
+    table = batch.table
+    one_page = table.block_tables is not None and table.block_tables.shape[1] == 1
+    return SizeClasses(_class(table.batch), _class(batch.rows), _class(batch.max_q), _class(batch.keys), table.page_size, table.form,
+                       one_page)
 
 
-def query_starts(q_lens: Lengths | None, cu_seqlens_q: Lengths | None, batch: int) -> torch.Tensor:
-    """int32 starts (B + 1) of the query rows, where the given lengths are. Host values are checked."""
+def _class(count: int | None) -> Any:
+    return None if count is None else 1 << (count - 1).bit_length() if count > 0 else 0
+
+
+def query_starts(q_lens: Lengths | None, cu_seqlens_q: Lengths | None, batch: int) -> torch.Tensor | None:
+    """int32 starts (B + 1) of the query rows, where the given lengths are; None: one each. Host values are checked."""
     if q_lens is not None and cu_seqlens_q is not None:
         raise ShapeError("got q_lens and cu_seqlens_q, expected one of them")
     if cu_seqlens_q is not None:
@@ -457,7 +465,7 @@ def query_starts(q_lens: Lengths | None, cu_seqlens_q: Lengths | None, batch: in
         lengths = index_values("q_lens", q_lens)
         name, starts = "q_lens", torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=torch.int32)])
     else:
-        return _one_each(batch)
+        return None
     if starts.shape[0] != batch + 1:
         raise ShapeError(f"{name}: got {starts.shape[0] - 1} query lengths, expected {batch}, one per request of the page table")
     if starts.device.type == "cpu":
@@ -477,11 +485,6 @@ def _with_arguments(variant: Any, arguments: Mapping[str, Any] | None) -> Any:
                             f"{', '.join([*variant.tensors, *variant.scalars]) or 'an empty list'}")
     tensors, scalars = ({n: arguments.get(n, v) for n, v in values.items()} for values in (variant.tensors, variant.scalars))
     return Variant(variant.score, variant.mask, tensors, scalars)
-
-
-@lru_cache(maxsize=64)
-def _one_each(batch: int) -> torch.Tensor:
-    return torch.arange(batch + 1, dtype=torch.int32)
 
 
 def _check_alibi(slopes: torch.Tensor, batch: int, heads: int) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -46,16 +48,56 @@ class Shape:
     division: Division | None
 
 
-@dataclass(frozen=True)
-class HostLengths:
-    """Lengths of a batch on the host: starts (B + 1) of the query rows, keys (B)."""
+class Batch(NamedTuple):
+    """A page table with the starts (B + 1) of the query rows, and what the host knows of their lengths.
 
-    starts: Ints
-    kv_lens: Ints
+    ``rows`` query rows in all, ``max_q`` of one request, ``longest`` keys of one request, ``keys`` in all; None where the
+    lengths are on a device. ``max_q`` 1 with ``rows`` B is a decode.
+    """
+
+    table: PageTable
+    starts: torch.Tensor
+    kv_lens: Ints | None
+    rows: int | None
+    max_q: int | None
+    longest: int | None
+    keys: int | None
 
     @property
-    def q_lens(self) -> Ints:
-        return np.diff(self.starts)
+    def on_host(self) -> bool:
+        return self.kv_lens is not None and self.rows is not None
+
+    @property
+    def q_lens(self) -> Ints | int:
+        return 1 if self.max_q == 1 and self.rows == self.table.batch else np.diff(self.starts.numpy())
+
+
+def read_batch(table: PageTable, starts: torch.Tensor | None) -> Batch:
+    """``starts`` None: one query row per request."""
+    kv_lens = host_lengths(table)
+    rows: int | None
+    max_q: int | None
+    if starts is None:
+        starts, rows, max_q = _one_each(table.batch), table.batch, min(table.batch, 1)
+    elif starts.device.type == "cpu":
+        host = starts.numpy()
+        rows, max_q = int(host[-1]), int((host[1:] - host[:-1]).max(initial=0))
+    else:
+        rows = max_q = None
+    if kv_lens is None:
+        return Batch(table, starts, None, rows, max_q, None, None)
+    return Batch(table, starts, kv_lens, rows, max_q, int(kv_lens.max(initial=0)), int(kv_lens.sum()))
+
+
+def to_host(batch: Batch) -> Batch:
+    """The same with its lengths read back, which waits for the device."""
+    moved = {name: t.cpu() for name in ("kv_indptr", "kv_last_page_len", "seq_lens") if (t := getattr(batch.table, name)) is not None}
+    return read_batch(replace(batch.table, **moved), batch.starts.cpu())
+
+
+@lru_cache(maxsize=64)
+def _one_each(batch: int) -> torch.Tensor:
+    return torch.arange(batch + 1, dtype=torch.int32)
 
 
 def host_lengths(table: PageTable) -> Ints | None:
@@ -76,7 +118,7 @@ def _page_begin(table: PageTable) -> Ints:
     return table.kv_indptr.cpu().numpy()[:-1]
 
 
-def _page_numbers(table: PageTable) -> torch.Tensor:
+def page_numbers(table: PageTable) -> torch.Tensor:
     pages = table.block_tables if table.block_tables is not None else table.kv_indices
     assert pages is not None
     return pages.reshape(-1)
@@ -92,12 +134,20 @@ def _views(buffer: torch.Tensor, batch: int) -> _Views:
     return q_indptr, kv_lens, page_begin, item_indptr, chunk
 
 
-def _fill(lengths: HostLengths, begin: Ints, schedule: Schedule) -> Ints:
-    return np.concatenate([lengths.starts, lengths.kv_lens, begin, schedule.item_indptr, (schedule.chunk,)], dtype=np.int32)
+def _fill(batch: Batch, schedule: Schedule) -> Ints:
+    """The plan's int32 arrays one behind the other."""
+    assert batch.kv_lens is not None
+    n = batch.table.batch
+    whole = np.empty(4 * n + 3, dtype=np.int32)
+    whole[: n + 1], whole[n + 1 : 2 * n + 1] = batch.starts.numpy(), batch.kv_lens
+    whole[2 * n + 1 : 3 * n + 1], whole[3 * n + 1 : 4 * n + 2] = _page_begin(batch.table), schedule.item_indptr
+    whole[-1] = schedule.chunk
+    return whole
 
 
-def _mask_starts(lengths: HostLengths) -> torch.Tensor:
-    sizes = lengths.q_lens.astype(np.int64) * lengths.kv_lens
+def _mask_starts(batch: Batch) -> torch.Tensor:
+    assert batch.kv_lens is not None
+    sizes = np.asarray(batch.q_lens, np.int64) * batch.kv_lens
     return torch.from_numpy(np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]))
 
 
@@ -115,15 +165,17 @@ def workspace(items: int, shape: Shape, device: torch.device) -> tuple[torch.Ten
             torch.empty(rows, dtype=torch.float32, device=device))
 
 
-def make_arrays(table: PageTable, lengths: HostLengths, shape: Shape, device: torch.device) -> PlanArrays:
-    """Arrays for exactly this batch, from lengths on the host: one copy to the device."""
-    division = shape.division or _NO_DIVISION
-    schedule = make_schedule(lengths.q_lens, lengths.kv_lens, shape.group_size, division)
-    buffer = torch.from_numpy(_fill(lengths, _page_begin(table), schedule)).to(device, non_blocking=True)
+def make_arrays(batch: Batch, shape: Shape, device: torch.device) -> PlanArrays:
+    """Arrays for exactly this batch, from lengths on the host: one copy to the device. Page numbers are not copied."""
+    assert batch.kv_lens is not None
+    schedule = make_schedule(batch.q_lens, batch.kv_lens, shape.group_size, shape.division or _NO_DIVISION, batch.longest)
+    buffer = torch.from_numpy(_fill(batch, schedule))
+    if device.type != "cpu":
+        buffer = buffer.to(device, non_blocking=True)
     items = round_items(schedule.num_items)
     partial = workspace(items, shape, device) if schedule.split and shape.division else (None, None)
-    mask = _mask_starts(lengths).to(device) if shape.mask else None
-    return PlanArrays(*_views(buffer, table.batch), _page_numbers(table).clone(), mask, *partial, items)
+    mask = _mask_starts(batch).to(device) if shape.mask else None
+    return PlanArrays(*_views(buffer, batch.table.batch), page_numbers(batch.table), mask, *partial, items)
 
 
 def make_bounded_arrays(batch: int, bounds: GraphBounds, max_pages: int, shape: Shape, device: torch.device) -> PlanArrays:
@@ -139,21 +191,31 @@ def make_bounded_arrays(batch: int, bounds: GraphBounds, max_pages: int, shape: 
     return PlanArrays(*_views(buffer, batch), pages, mask, *partial, items)
 
 
-def refill(arrays: PlanArrays, table: PageTable, lengths: HostLengths, bounds: GraphBounds, shape: Shape) -> None:
+def refill(arrays: PlanArrays, batch: Batch, bounds: GraphBounds, shape: Shape) -> None:
     """Write a batch into the memory of a bounded plan; requests that are missing become empty. Raises ShapeError."""
-    batch, room = arrays.kv_lens.shape[0], arrays.page_indices.shape[0]
-    pages = _page_numbers(table)
-    longest = int(lengths.kv_lens.max(initial=0))
-    for name, got, limit in (("requests", table.batch, batch), ("query rows", int(lengths.starts[-1]), bounds.max_q_tokens),
-                             ("keys of one request", longest, bounds.max_seq_k), ("page numbers", pages.shape[0], room)):
+    assert batch.kv_lens is not None and batch.rows is not None and batch.longest is not None
+    size, room = arrays.kv_lens.shape[0], arrays.page_indices.shape[0]
+    pages = page_numbers(batch.table)
+    for name, got, limit in (("requests", batch.table.batch, size), ("query rows", batch.rows, bounds.max_q_tokens),
+                             ("keys of one request", batch.longest, bounds.max_seq_k), ("page numbers", pages.shape[0], room)):
         if got > limit:
             raise ShapeError(f"got {got} {name}, expected at most the {limit} of the plan's cuda_graph_bounds; make a new plan")
-    missing = batch - table.batch
-    padded = HostLengths(np.pad(lengths.starts, (0, missing), mode="edge"), np.pad(lengths.kv_lens, (0, missing)))
-    schedule = make_schedule(padded.q_lens, padded.kv_lens, shape.group_size, shape.division or _NO_DIVISION)
-    host = torch.from_numpy(_fill(padded, np.pad(_page_begin(table), (0, missing)), schedule))
-    whole = torch.as_strided(arrays.q_indptr, (4 * batch + 3,), (1,))  # the one buffer that _views() cut
-    whole.copy_(host, non_blocking=True)
+    schedule = make_schedule(batch.q_lens, batch.kv_lens, shape.group_size, shape.division or _NO_DIVISION, batch.longest)
+    whole = _padded(_fill(batch, schedule), batch.table.batch, size)
+    target = torch.as_strided(arrays.q_indptr, (4 * size + 3,), (1,))  # the one buffer that _views() cut
+    target.copy_(torch.from_numpy(whole), non_blocking=True)
     arrays.page_indices[: pages.shape[0]].copy_(pages)
     if arrays.mask_indptr is not None:
-        arrays.mask_indptr.copy_(_mask_starts(padded))
+        starts = _mask_starts(batch)
+        arrays.mask_indptr.copy_(torch.nn.functional.pad(starts[None], (0, size - batch.table.batch), mode="replicate")[0]
+                                 if size > batch.table.batch else starts)
+
+
+def _padded(whole: Ints, batch: int, size: int) -> Ints:
+    """The arrays of :func:`_fill` with empty requests behind."""
+    if batch == size:
+        return whole
+    starts, lens, begin, items, chunk = np.split(whole, np.cumsum((batch + 1, batch, batch, batch + 1)))
+    more = (0, size - batch)
+    return np.concatenate([np.pad(starts, more, mode="edge"), np.pad(lens, more), np.pad(begin, more), np.pad(items, more, mode="edge"),
+                           chunk])
