@@ -42,11 +42,11 @@ def _gemm(problem: Any, t: Any) -> Any:
 
     result = reference.gemm(
         t.a, t.b if problem.batched_b else t.b[0], bias=t.bias, activation=problem.activation, gate_up=problem.gate_up,
-        c=t.c, beta=t.beta, scale_a=t.scale_a, scale_b=t.scale_b,
+        c=t.c, beta=t.beta, scale_a=t.scale_a, scale_b=t.scale_b, out_scale=problem.out_scale,
+        out_dtype=t.out.dtype if problem.out_scale else None,
     )
     if isinstance(result, tuple):
-        result, scale = result
-        t.out_scale.copy_(scale)
+        return result
     if problem.requires_grad:
         return result.to(t.out.dtype)
     t.out.copy_(result)

@@ -66,6 +66,12 @@ def _attention(p: AttentionProblem) -> Callable[[Any], Any]:
     def run(t: Any) -> Any:
         q, k, v = (x.transpose(1, 2) for x in (t.q, t.k, t.v))
         mask = _dense_mask(p, t) if masked else None
+        if mask is not None:
+            # torch weighs a hidden value with 0, and 0 * NaN is NaN: what no row of a key/value head may see is emptied.
+            seen = mask.any(-2).expand(-1, p.num_q_heads, -1) if mask.shape[1] > 1 else mask.any(-2)
+            if mask.shape[1] > 1 and gqa:
+                seen = seen.unflatten(1, (p.num_kv_heads, -1)).any(2)
+            k, v = (torch.where(seen.unsqueeze(-1), x, 0) for x in (k, v))
         with sdpa_kernel(order, set_priority=True) if q.is_cuda else contextlib.nullcontext():
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=p.causal and not masked, scale=t.scale, enable_gqa=gqa)
