@@ -87,8 +87,8 @@ def _mismatch(spec: ExtraTensor, tensor: Any) -> Exception:
     given = extra_tensor(spec.name, tensor)
     if given.dtype != spec.dtype:
         return DtypeError(f"variant: extra tensor {spec.name!r} has dtype {given.dtype}, expected {spec.dtype}, as when it was traced")
-    return ShapeError(f"variant: extra tensor {spec.name!r} has shape {tuple(tensor.shape)}, expected {spec.rank} dimensions, as when it was "
-                      "traced")
+    return ShapeError(f"variant: extra tensor {spec.name!r} has shape {tuple(tensor.shape)}, expected {spec.rank} dimensions, "
+                      "as when it was traced")
 
 
 def _zero(device: torch.device) -> int:

@@ -310,15 +310,16 @@ def _signature(builder: Builder) -> inspect.Signature:
     return inspect.signature(builder)
 
 
-def build(name: str, builder: Builder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Expression:
-    """Call a builder with expressions. Raises VariantError where the arguments are not those it knows."""
+def build(name: str, builder: Builder, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: list[bool]) -> Expression:
+    """Call a builder with expressions. Raises VariantError where the arguments are not those it knows.
+
+    ``numbers``: for each positional operand, whether it is a Python number in torch.
+    """
     try:
         _signature(builder).bind(*args, **kwargs)
     except TypeError as error:
         raise VariantError(f"variant: {name} {error}; a kernel knows {name}{_signature(builder)}".replace(": 'Expression'", "")) from None
-    strict = [e for e in args if isinstance(e, Expression)]
-    weak = [e.weak for e in strict]
-    if strict and (all(weak) or (any(weak) and name in _TENSORS_ONLY)):
+    if numbers and (all(numbers) or (any(numbers) and name in _TENSORS_ONLY)):
         raise VariantError(f"variant: torch's {name} takes tensors, got a Python number (a constant or a scalar); use torch.clamp "
                            "for a bound, pass a number that is computed before as a scalar, or give an extra tensor")
     return builder(*args, **kwargs)

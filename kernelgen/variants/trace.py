@@ -199,8 +199,10 @@ def _call(name: str, builder: functions.Builder, args: tuple[Any, ...], kwargs: 
         # Names of dtypes and modes stay as they are; None is an argument left out (torch.clamp).
         return x if x is None or isinstance(x, (torch.dtype, str)) else _lift(x)
 
-    given = {key: lift(x) for key, x in kwargs.items()}
-    return Value(functions.build(name, builder, tuple(lift(x) for x in args), given))
+    given = tuple(lift(x) for x in args)
+    # A 0-d tensor is a weak constant here, but torch takes it for a tensor.
+    plain = [e.weak and not isinstance(x, torch.Tensor) for e, x in zip(given, args) if isinstance(e, Expression)]
+    return Value(functions.build(name, builder, given, {key: lift(x) for key, x in kwargs.items()}, plain))
 
 
 def _operators() -> None:
