@@ -65,7 +65,7 @@ class Expression:
 
 
 _interned: weakref.WeakValueDictionary[tuple[object, ...], Expression] = weakref.WeakValueDictionary()
-_interning = threading.Lock()
+_interning = threading.RLock()  # a collection inside may run code that traces
 
 
 def make(op: str, dtype: str, operands: tuple[Expression, ...] = (), value: object = None, weak: bool = False,

@@ -238,6 +238,7 @@ def _operators() -> None:
 
 
 _operators()
+_FIELD_VALUES = {name: Value(make("field", INT, value=name, bounds=bounds)) for name, bounds in FIELDS.items()}
 
 
 def trace(variant: Any) -> TracedVariant:
@@ -275,7 +276,7 @@ def _trace(variant: Any) -> TracedVariant:
 
 
 def _context(tensors: Mapping[str, ExtraTensor], scalars: Mapping[str, ExtraScalar]) -> Context:
-    values: dict[str, Value | Tensor] = {name: Value(make("field", INT, value=name, bounds=b)) for name, b in FIELDS.items()}
+    values: dict[str, Value | Tensor] = dict(_FIELD_VALUES)
     for name, tensor in tensors.items():
         values[name] = Tensor(tensor) if tensor.rank else _element(tensor, ())
     for name, scalar in scalars.items():
