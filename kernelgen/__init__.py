@@ -25,6 +25,7 @@ from kernelgen.errors import (
     SettingsError,
     ShapeError,
     ToolchainMissing,
+    VariantError,
 )
 
 __version__ = "0.1.0"
@@ -56,6 +57,8 @@ _PUBLIC = {
     "silu_and_mul": "kernelgen.ops.rows",
     "explain": "kernelgen.dispatch.explain",
     "Target": "kernelgen.targets",
+    "variant": "kernelgen.variants",
+    "variants": "",  # a module of its own
 }
 
 if TYPE_CHECKING:
@@ -84,13 +87,14 @@ if TYPE_CHECKING:
     from kernelgen.ops.rows import rmsnorm as rmsnorm
     from kernelgen.ops.rows import silu_and_mul as silu_and_mul
     from kernelgen.targets import Target as Target
+    from kernelgen.variants import variant as variant
 
 
 def __getattr__(name: str) -> Any:
     module = _PUBLIC.get(name)
     if module is None:
         raise AttributeError(f"module 'kernelgen' has no attribute {name!r}")
-    value = getattr(import_module(module), name)
+    value = getattr(import_module(module), name) if module else import_module(f"kernelgen.{name}")
     globals()[name] = value  # found without this function from now on
     return value
 
@@ -107,8 +111,8 @@ import_module("kernelgen.toolchains.nvrtc").import_bindings()
 
 __all__ = [
     "ArtifactMissingError", "AttentionPlan", "CacheError", "CompileError", "DeviceError", "DtypeError",
-    "GraphBounds", "KernelgenError", "LaunchError", "LayoutError", "MLAPlan", "NoBackendError", "PageTable", "SettingsError", "ShapeError",
-    "Target", "ToolchainMissing", "alibi_slopes", "attention", "attention_varlen", "cascade_attention", "explain", "gemm", "grouped_gemm",
-    "grouped_gemm_masked", "merge_states", "moe", "moe_permute", "moe_sort", "moe_unpermute", "plan_attention", "plan_mla",
-    "quantize_fp8", "rmsnorm", "rope", "route", "silu_and_mul",
+    "GraphBounds", "KernelgenError", "LaunchError", "LayoutError", "MLAPlan", "NoBackendError", "PageTable", "SettingsError",
+    "ShapeError", "Target", "ToolchainMissing", "VariantError", "alibi_slopes", "attention", "attention_varlen", "cascade_attention",
+    "explain", "gemm", "grouped_gemm", "grouped_gemm_masked", "merge_states", "moe", "moe_permute", "moe_sort", "moe_unpermute",
+    "plan_attention", "plan_mla", "quantize_fp8", "rmsnorm", "rope", "route", "silu_and_mul", "variant", "variants",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from kernelgen.problems.common import flag_words
 
@@ -19,6 +20,7 @@ class PagedAttentionProblem:
     q_dtype, kv_dtype   kernelgen dtype names; an fp8 query gives a bfloat16 output unless run is given another ``out``
     kv_layout     "NHD" or "HND"
     window        (left, right), None = unbounded side
+    variant       None, a TracedVariant, or the name of one that only the eager oracle can run
     mask          None, "dense" (flat bool) or "packed" (bits)
     kv_scales     None, "tensor", "head", "request_head" or "page"
     rotation      a Hadamard rotation of the cached keys is undone on the queries
@@ -49,7 +51,7 @@ class PagedAttentionProblem:
     alibi: bool = False
     sinks: bool = False
     mask: str | None = None
-    variant: str | None = None
+    variant: Any = None
     kv_scales: str | None = None
     rotation: bool = False
     one_page: bool = False
