@@ -37,7 +37,7 @@ PARAMS = ParamStruct((
     ("task_rows", "i64"), ("page_size", "i64"), ("page_shift", "i64"), ("window_left", "i64"), ("window_right", "i64"),
     ("scale", "f64"), ("soft_cap", "f64"), ("v_factor", "f64"),
 ))
-NO_SCALARS: dict[str, int | float] = {name: 0 for name in PARAMS.scalars}
+NO_SCALARS: dict[str, int | float] = dict.fromkeys(PARAMS.scalars, 0)
 
 WIDE_DTYPES = ("fp64", "fp32", "bf16", "fp16")
 FP8_DTYPES = ("e4m3", "e5m2")

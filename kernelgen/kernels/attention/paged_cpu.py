@@ -119,23 +119,22 @@ _NO_SPLIT = 1 << 30
 def candidates(problem: PagedAttentionProblem, target: Target) -> Iterator[Config]:
     """Legal configs, best guess first. They differ in block_rows alone: same binary."""
     panel = tiling_of(problem, target).panel_rows
-    counts = list(_PANELS)
-    if not problem.batch_invariant:
-        counts.sort(key=lambda count: _badness(problem, target, count * panel))
-    for count in counts:
+    first = _panels(problem, target, panel)
+    for count in (first, *(count for count in _PANELS if count != first)):
         config = Config(count * panel, _BLOCK_K)
         if legal(problem, target, config):
             yield config
 
 
-def _badness(problem: PagedAttentionProblem, target: Target, rows: int) -> tuple[bool, int]:
-    """Too few items first, then rows that are never filled or tiles packed more often than needed."""
-    if problem.max_seq_q is None or problem.seq_q is None:
-        return (False, rows)
-    longest = problem.max_seq_q * problem.group_size
-    items = -(-problem.seq_q * problem.group_size // rows) * problem.num_kv_heads
-    useless = rows >= 2 * longest  # half as many rows hold the longest request, too
-    return (useless or items < _ITEMS_PER_THREAD * target.sm_count and longest > rows // 2, -rows)
+def _panels(problem: PagedAttentionProblem, target: Target, panel: int) -> int:
+    """The most panels that the longest request fills to more than half, if that leaves items enough for every thread."""
+    if problem.batch_invariant or problem.max_seq_q is None or problem.seq_q is None:
+        return _PANELS[0]
+    longest, rows = (n * problem.group_size for n in (problem.max_seq_q, problem.seq_q))
+    useful = [count for count in _PANELS if count == 1 or count * panel < 2 * longest]
+    wanted = _ITEMS_PER_THREAD * target.sm_count
+    enough = [count for count in useful if -(-rows // (count * panel)) * problem.num_kv_heads >= wanted]
+    return enough[0] if enough else useful[-1]
 
 
 def division(problem: PagedAttentionProblem, target: Target, config: Config) -> Division:
