@@ -64,6 +64,7 @@ class KernelFamily:
 _MODULES: dict[str, tuple[str, ...]] = {
     "attention": ("attention.prefill_cpu", "attention.prefill_mma"),
     "gemm": ("gemm.gemm_cpu", "gemm.gemm_mma"),
+    "paged_attention": ("attention.paged_cpu",),
     "rmsnorm": ("norm.rmsnorm_cpu", "norm.rmsnorm_cuda"),
     "silu_and_mul": ("activation.silu_and_mul_cpu", "activation.silu_and_mul_cuda"),
 }

@@ -164,7 +164,7 @@ class AttentionPlan:
 
         first = gather(self._state.arrays, q, kv_cache, alibi_slopes, sinks, mask, q_scale, k_scale, v_scale, out, lse)
         problem = replace(
-            p, q_scale=first.q_scale is not None, return_lse=with_lse,
+            p, q_scale=first.q_scale is not None, return_lse=with_lse, out_dtype=dtype_name(first.out.dtype),
             kv_scales=p.kv_scales if first.k_scale is not None or first.v_scale is not None else None,
             alignment=alignment_of(first.q, first.k_cache, first.v_cache, first.out),
         )

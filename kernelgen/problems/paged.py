@@ -28,6 +28,7 @@ class PagedAttentionProblem:
     rope_dim      MLA: the last rope_dim of head_dim come from q_rope and a cache of their own; values are the latent part
                   of the keys; rope_dtype: of that cache, "" while unknown or the same
     q_scale       an fp8 query has a scale tensor
+    out_dtype     of the output, "" for the default: q's, bfloat16 for fp8
     return_lse    the LSE is stored
     alignment     as in AttentionProblem; known when the plan runs
     """
@@ -58,6 +59,7 @@ class PagedAttentionProblem:
     rope_dim: int = 0
     rope_dtype: str = ""
     q_scale: bool = False
+    out_dtype: str = ""
     return_lse: bool = False
     alignment: int = 16
     deterministic: bool = True
