@@ -23,6 +23,9 @@ _OPS = {
     "moe": "kernelgen.ops.moe:explain_moe",
     "route": "kernelgen.ops.moe:explain_route",
     "paged_attention": "kernelgen.ops.paged:explain_paged_attention",
+    "append_kv": "kernelgen.ops.append:explain_append_kv",
+    "rope": "kernelgen.ops.rope:explain_rope",
+    "merge_states": "kernelgen.ops.merge:explain_merge_states",
 }
 OPS = tuple(_OPS)
 
