@@ -57,7 +57,7 @@ def scale_of(kind: str | None, batch: int, pages: int, heads: int, *, seed: int,
     shape: dict[str, tuple[int, ...]] = {"tensor": (), "head": (heads,), "request_head": (batch, heads), "page": (pages, heads)}
     if kind is None:
         return None
-    return 0.37 if kind == "number" else (random_tensor(shape[kind], seed=seed).abs() + 0.1).to(device)
+    return 0.37 if kind == "number" else (random_tensor((1, *shape[kind]), seed=seed)[0].abs() + 0.1).to(device)
 
 
 def check_append(
@@ -101,7 +101,7 @@ def check_append(
         named["kv_scales"] = scales
     before = [buffer_of(t).clone().view(t.dtype).as_strided(t.shape, t.stride(), t.storage_offset()) for t in views]
     expected = tuple(b.clone() for b in before)
-    ref.append_kv(expected, k, v, slot_mapping=slots, **_by_token(named, requests, slots, page_size))
+    ref.append_kv(expected, k, v, slot_mapping=slots, **_by_token(named, requests, slots, pages, page_size))
     for _ in range(2):  # the second call is the remembered one
         kernelgen.append_kv(cache, k, v, backend="generated", **places, **named)
         for name, want, got in zip("kv", expected, views):
@@ -139,21 +139,18 @@ def _tokens(lengths: list[int], mode: str, seed: int) -> tuple[list[int], list[i
     return [b for b, _ in chosen], [p for _, p in chosen]
 
 
-def _by_token(named: dict[str, Any], requests: list[int], slots: list[int], page_size: int) -> dict[str, Any]:
+def _by_token(named: dict[str, Any], requests: list[int], slots: list[int], pages: int, page_size: int) -> dict[str, Any]:
     """The oracle knows no request of a slot: scales per request become scales per page, each page having one request."""
     if named.get("kv_scales") != "request_head":
         return named
     out = dict(named, kv_scales="page")
-    return out | {name: _PageScale(named[name], requests, slots, page_size).tensor for name in ("k_scale", "v_scale")}
-
-
-class _PageScale:
-    def __init__(self, scale: torch.Tensor, requests: list[int], slots: list[int], page_size: int) -> None:
-        pages = max([s // page_size for s in slots if s >= 0], default=0) + 1
-        self.tensor = torch.ones((pages, scale.shape[1]), device=scale.device)
+    for name in ("k_scale", "v_scale"):
+        by_page = torch.ones((pages, named[name].shape[1]), device=named[name].device)
         for b, slot in zip(requests, slots):
             if slot >= 0:
-                self.tensor[slot // page_size] = scale[b]
+                by_page[slot // page_size] = named[name][b]
+        out[name] = by_page
+    return out
 
 
 def check_rope(
@@ -173,8 +170,8 @@ def check_rope(
     first = kernelgen.rope(q, k, positions, **named, backend="generated")
     for name, got, want, near in zip("qk", first, exact, plain):
         assert_close_to_reference(got, want, near.to(dtype), what=f"{what}: {name}", seed=seed)
-    for name, view in layouts(q).items():
-        other = layouts(k)[name]
+    for name in layouts(q):
+        view, other = layouts(q.clone())[name], layouts(k.clone())[name]  # of their own: they are overwritten
         for index in (positions, positions.int()):
             again = kernelgen.rope(view, other, index, **named, backend="generated")
             for a, b in zip(again, first):
@@ -271,11 +268,11 @@ def check_rope_append(
         written = [s for s in slots if s >= 0]
         keys = torch.stack([fresh[s // page_size, 0, s % page_size].view(torch.uint8) for s in written]).view(cache_dtype)
         rows = [t for t, s in enumerate(slots) if s >= 0]
-        factor = 0.11 if cache_dtype in FP8 else 1.0
-        limit = torch.finfo(cache_dtype).max
-        rounded = (plain[1][rows] / factor).clamp(-limit, limit).to(cache_dtype).double()
-        assert_close_to_reference(keys.double(), exact[1][rows] / torch.tensor(factor).double(), rounded, what=f"{what}: k", seed=seed,
-                                  out_dtype=cache_dtype)
+        want, near = exact[1][rows], plain[1][rows]
+        if cache_dtype in FP8:
+            limit = torch.finfo(cache_dtype).max
+            want, near = want / torch.tensor(0.11).double(), (near / torch.tensor(0.11)).clamp(-limit, limit)
+        assert_close_to_reference(keys.double(), want, near.to(cache_dtype).double(), what=f"{what}: k", seed=seed, out_dtype=cache_dtype)
         left = fresh.clone()
         for s in written:
             poison_(left[s // page_size, :, s % page_size])
