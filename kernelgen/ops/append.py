@@ -75,27 +75,48 @@ def append_mla(
     k_rope_cache=None. ``k_scale``: one number, or float32 tensor (), for the fp8 parts of the cache. Places, skipped
     tokens and errors as in :func:`append_kv`.
     """
+    grad = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in (ckv, k_rope))
+    key = (
+        "mla", layout_of(ckv_cache), layout_of(k_rope_cache), layout_of(ckv), layout_of(k_rope), _table_key(page_table),
+        layout_of(positions), layout_of(batch_indices), layout_of(slot_mapping), _scale_key(k_scale), backend, grad, settings().check)
+    where = (page_table, positions, batch_indices, slot_mapping)
+    call = _calls.get(key)
+    if call is None:
+        pair = _split_mla(ckv_cache, k_rope_cache, ckv, k_rope, k_scale)
+        scales = _mla_scales(k_scale, *pair)
+        _first_call(key, k_rope_cache is None, pair, "NHD", None, ckv.unsqueeze(1), k_rope.unsqueeze(1), *where, *scales, None, backend,
+                    grad)
+    else:
+        caches = ckv_cache if k_rope_cache is None else (ckv_cache, k_rope_cache)
+        scales = _mla_scales(k_scale, ckv_cache, ckv_cache if k_rope_cache is None else k_rope_cache)
+        call(caches, None, ckv, k_rope, *where, *scales)
+
+
+def _mla_scales(scale: Scale | None, ckv_cache: torch.Tensor, k_rope_cache: torch.Tensor) -> tuple[Scale | None, Scale | None]:
+    """The scale of an MLA cache holds for its fp8 parts."""
+    return scale if ckv_cache.dtype in _FP8 else None, scale if k_rope_cache.dtype in _FP8 else None
+
+
+def _split_mla(
+    ckv_cache: torch.Tensor, k_rope_cache: torch.Tensor | None, ckv: torch.Tensor, k_rope: torch.Tensor, scale: Scale | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two parts of an MLA cache as views (pages, page_size, 1, R or P)."""
     check_tensors(ckv_cache=ckv_cache, k_rope_cache=k_rope_cache, ckv=ckv, k_rope=k_rope)
-    if k_scale is not None and isinstance(k_scale, torch.Tensor) and k_scale.numel() != 1:
-        raise ShapeError(f"k_scale: got shape {shape_text(k_scale)}, expected one number")
+    if isinstance(scale, torch.Tensor) and scale.numel() != 1:
+        raise ShapeError(f"k_scale: got shape {shape_text(scale)}, expected one number")
     for name, t in (("ckv", ckv), ("k_rope", k_rope)):
         check_rank(name, t, 2, "(T, R or P)")
-    latent, fp8 = ckv.shape[1], ckv_cache.dtype in _FP8
-    if k_rope_cache is None:
-        check_rank("ckv_cache", ckv_cache, 3, "(pages, page_size, R + P)")
-        if ckv_cache.shape[2] != latent + k_rope.shape[1]:
-            raise ShapeError(f"ckv_cache: got {ckv_cache.shape[2]} in the last dimension, expected {latent} + {k_rope.shape[1]}, ckv's "
-                             "and k_rope's")
-        caches: tuple[torch.Tensor, torch.Tensor] = (ckv_cache[..., :latent], ckv_cache[..., latent:])
-        rope_scale = k_scale if fp8 else None
-    else:
-        caches = (ckv_cache, k_rope_cache)
-        for name, t in (("ckv_cache", ckv_cache), ("k_rope_cache", k_rope_cache)):
-            check_rank(name, t, 3, "(pages, page_size, R or P)")
-        rope_scale = k_scale if k_rope_cache.dtype in _FP8 else None
-    pair = (caches[0].unsqueeze(2), caches[1].unsqueeze(2))
-    _append(pair, "NHD", None, ckv.unsqueeze(1), k_rope.unsqueeze(1), page_table, positions, batch_indices, slot_mapping,
-            k_scale if fp8 else None, rope_scale, None, backend)
+    for name, cache in (("ckv_cache", ckv_cache), ("k_rope_cache", k_rope_cache)):
+        if cache is not None:
+            check_rank(name, cache, 3, "(pages, page_size, R or P)")
+    if k_rope_cache is not None:
+        return ckv_cache.unsqueeze(2), k_rope_cache.unsqueeze(2)
+    latent, rotary = ckv.shape[1], k_rope.shape[1]
+    if ckv_cache.shape[2] != latent + rotary:
+        raise ShapeError(f"ckv_cache: got {ckv_cache.shape[2]} in the last dimension of {shape_text(ckv_cache)}, expected {latent} + "
+                         f"{rotary}, the widths of ckv and k_rope")
+    whole = ckv_cache.unsqueeze(2)
+    return whole[..., :latent], whole[..., latent:]
 
 
 def rope_append_kv(
@@ -146,19 +167,29 @@ def _append(
     positions: torch.Tensor | None, requests: torch.Tensor | None, slots: torch.Tensor | None, k_scale: Scale | None,
     v_scale: Scale | None, kv_scales: str | None, backend: str,
 ) -> torch.Tensor | None:
-    """Look the call up, or check, describe and prepare it; run it."""
-    check = settings().check
+    """Look the call up, or make it; run it."""
     inputs = (k, v, rotating.q if rotating is not None else None)
     grad = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in inputs)
     whole = isinstance(kv_cache, torch.Tensor)
     key = (
         layout_of(kv_cache) if whole else tuple(layout_of(t) for t in kv_cache), kv_layout, layout_of(k), layout_of(v),
         _table_key(table), layout_of(positions), layout_of(requests), layout_of(slots), _scale_key(k_scale), _scale_key(v_scale),
-        kv_scales, backend, grad, None if rotating is None else rotating.key(), check,
+        kv_scales, backend, grad, None if rotating is None else rotating.key(), settings().check,
     )
     call = _calls.get(key)
     if call is not None:
         return call(kv_cache, rotating, k, v, table, positions, requests, slots, k_scale, v_scale)
+    return _first_call(
+        key, whole, kv_cache, kv_layout, rotating, k, v, table, positions, requests, slots, k_scale, v_scale, kv_scales, backend, grad)
+
+
+def _first_call(
+    key: Hashable, whole: bool, kv_cache: Any, kv_layout: str, rotating: _Rotating | None, k: torch.Tensor, v: torch.Tensor,
+    table: PageTable | None, positions: torch.Tensor | None, requests: torch.Tensor | None, slots: torch.Tensor | None,
+    k_scale: Scale | None, v_scale: Scale | None, kv_scales: str | None, backend: str, grad: bool,
+) -> torch.Tensor | None:
+    """Check, describe, prepare and remember the call; run it. ``whole``: one tensor holds both sides of the cache."""
+    check = settings().check
     problem, tensors = _describe(kv_cache, kv_layout, rotating, k, v, table, positions, requests, slots, k_scale, v_scale, kv_scales, grad)
     if check:
         _check_contents(problem, tensors, table, rotating)

@@ -40,7 +40,7 @@ def sentinel_cache(pages: int, page_size: int, heads: int, width: int, dtype: to
 
 def buffer_of(view: torch.Tensor) -> torch.Tensor:
     """All memory behind a view, the gaps between its rows included, as bytes."""
-    return torch.tensor([], dtype=torch.uint8, device=view.device).set_(view.untyped_storage())  # type: ignore[call-overload]
+    return torch.tensor([], dtype=torch.uint8, device=view.device).set_(view.untyped_storage())
 
 
 def assert_only_slots_written(before: torch.Tensor, cache: torch.Tensor, slots: list[int], layout: str, what: str) -> None:
@@ -72,8 +72,8 @@ def check_append(
     table, pages = make_table("csr" if form == "slots" else form, lengths, page_size, 3, seed=seed, device=device)
     requests, positions = _tokens(lengths, mode, seed)
     tokens = len(requests)
-    k, v = (random_tensor((tokens, heads, d), dtype if dtype not in FP8 else torch.float32, seed=seed + i, scale=40, device=device).to(dtype)
-            for i, d in ((1, dim), (2, dim_v)))
+    drawn = torch.float32 if dtype in FP8 else dtype
+    k, v = (random_tensor((tokens, heads, d), drawn, seed=seed + i, scale=40, device=device).to(dtype) for i, d in ((1, dim), (2, dim_v)))
     if odd:
         k, v = offset_by_one(k), padded_rows(v, 1)
     if pair:
@@ -100,7 +100,7 @@ def check_append(
     if scales in ("request_head", "page"):
         named["kv_scales"] = scales
     before = [buffer_of(t).clone().view(t.dtype).as_strided(t.shape, t.stride(), t.storage_offset()) for t in views]
-    expected = tuple(b.clone() for b in before)
+    expected = before[0].clone(), before[1].clone()
     ref.append_kv(expected, k, v, slot_mapping=slots, **_by_token(named, requests, slots, pages, page_size))
     for _ in range(2):  # the second call is the remembered one
         kernelgen.append_kv(cache, k, v, backend="generated", **places, **named)
@@ -158,13 +158,15 @@ def check_rope(
     cache_dtype: torch.dtype | None = None, scaling: dict[str, Any] | None = None, top: int = 4000, device: str = "cpu",
 ) -> None:
     """One random rotation against the float64 oracle, in every layout and in place."""
-    what = f"rope {shape} hk={k_heads} {dtype} rotary={rotary} interleaved={interleaved} cos={cache_dtype} {scaling and scaling['rope_type']}"
+    kind = scaling["rope_type"] if scaling else None
+    what = f"rope {shape} hk={k_heads} {dtype} rotary={rotary} interleaved={interleaved} cos={cache_dtype} {kind}"
     seed = seed_of(what)
     dim = rotary or shape[-1]
     positions = torch.randint(0, top, shape[:-2], generator=torch.Generator().manual_seed(seed), dtype=torch.int64).to(device)
     q, k = (random_tensor(s, dtype, seed=seed + i, device=device) for i, s in ((1, shape), (2, (*shape[:-2], k_heads, shape[-1]))))
     cache = None if cache_dtype is None else ref.make_cos_sin_cache(top, dim, scaling=scaling, dtype=cache_dtype).to(device)
-    named: dict[str, Any] = dict(interleaved=interleaved, rotary_dim=rotary, cos_sin_cache=cache, scaling=None if cache is not None else scaling)
+    named: dict[str, Any] = dict(
+        interleaved=interleaved, rotary_dim=rotary, cos_sin_cache=cache, scaling=None if cache is not None else scaling)
     exact = ref.rope(q, k, positions, **named)
     plain = ref.rope(q, k, positions, **named, compute_dtype=torch.float32)
     first = kernelgen.rope(q, k, positions, **named, backend="generated")

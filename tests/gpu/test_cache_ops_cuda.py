@@ -44,8 +44,10 @@ def test_append_kv(form: str) -> None:
     checks = [
         partial(append, layout, page_size, *dtypes, heads=3, dim=dim, dim_v=dim_v, mode=mode, odd=odd, index=index)
         for layout, page_size, dtypes, dim, dim_v, mode, odd, index in (
-            ("NHD", 1, (BF16, BF16), 40, 24, "positions", False, torch.int32), ("HND", 3, (BF16, BF16), 128, 128, "positions", True, torch.int64),
-            ("NHD", 16, (F32, F32), 17, 64, "one", False, torch.int64), ("HND", 16, (F64, F64), 8, 8, "last", False, torch.int32),
+            ("NHD", 1, (BF16, BF16), 40, 24, "positions", False, torch.int32),
+            ("HND", 3, (BF16, BF16), 128, 128, "positions", True, torch.int64),
+            ("NHD", 16, (F32, F32), 17, 64, "one", False, torch.int64),
+            ("HND", 16, (F64, F64), 8, 8, "last", False, torch.int32),
             ("NHD", 3, (FP16, FP16), 576, 8, "last", False, torch.int64))
         if form != "slots" or mode == "positions"]
     for scales in (None, "number", "tensor", "head", "request_head", "page"):
@@ -182,7 +184,8 @@ def test_speed_is_printed() -> None:
     for name, moved, call in (
         ("append bf16", 2 * kv, lambda: kernelgen.append_kv(cache, k, k, slot_mapping=slots)),
         ("append e4m3", 1.5 * kv, lambda: kernelgen.append_kv(cache8, k, k, slot_mapping=slots, k_scale=0.1, v_scale=0.1)),
-        ("rope", 2 * qk, lambda: kernelgen.rope(q, k, positions)), ("rope in place", 2 * qk, lambda: kernelgen.rope(q, k, positions, inplace=True)),
+        ("rope", 2 * qk, lambda: kernelgen.rope(q, k, positions)),
+        ("rope in place", 2 * qk, lambda: kernelgen.rope(q, k, positions, inplace=True)),
         ("rope_append e4m3", 2 * q.nbytes + 1.5 * kv, lambda: kernelgen.rope_append_kv(
             q, k, k, cache8, positions=positions, slot_mapping=slots, k_scale=0.1, v_scale=0.1)),
         ("merge 8", outs.nbytes * 1.125, lambda: kernelgen.merge_states(outs, lses)),

@@ -56,8 +56,8 @@ def test_blocks_fit_the_token() -> None:
     target = Target.parse("sm_90a")
     for problem, expected in ((APPEND, 256), (replace(APPEND, heads=1, head_dim=512, head_dim_v=64), 128), (replace(APPEND, heads=1), 64)):
         assert next(iter(append_cuda.candidates(problem, target))).threads == expected
-    for problem_, lanes in ((MergeProblem(2, 9, 8, 128, "bf16"), 16), (MergeProblem(2, 9, 8, 512, "fp32"), 64), (MergeProblem(2, 9, 8, 8, "fp16"), 8)):
-        assert next(iter(merge_states_cuda.candidates(problem_, target))).lanes == lanes
+    for dim, dtype, lanes in ((128, "bf16", 16), (512, "fp32", 64), (8, "fp16", 8)):
+        assert next(iter(merge_states_cuda.candidates(MergeProblem(2, 9, 8, dim, dtype), target))).lanes == lanes
 
 
 def test_refusals_name_the_value() -> None:
