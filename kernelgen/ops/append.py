@@ -25,7 +25,7 @@ from kernelgen.ops.checks import (
 )
 from kernelgen.ops.memo import layout_of, new_memo, remember
 from kernelgen.ops.page_table import PageTable
-from kernelgen.ops.rope import check_positions, describe_rotation, frozen_scaling, rotate_by_reference
+from kernelgen.ops.rope import check_positions, describe_rotation, frozen_scaling, optional_layout, rotate_by_reference
 from kernelgen.problems.cache_ops import AppendProblem
 from kernelgen.problems.common import alignment_of
 from kernelgen.reference.append import target_slots
@@ -77,8 +77,8 @@ def append_mla(
     """
     grad = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in (ckv, k_rope))
     key = (
-        "mla", layout_of(ckv_cache), layout_of(k_rope_cache), layout_of(ckv), layout_of(k_rope), _table_key(page_table),
-        layout_of(positions), layout_of(batch_indices), layout_of(slot_mapping), _scale_key(k_scale), backend, grad, settings().check)
+        "mla", layout_of(ckv_cache), optional_layout(k_rope_cache), layout_of(ckv), layout_of(k_rope), _table_key(page_table),
+        optional_layout(positions), optional_layout(batch_indices), optional_layout(slot_mapping), _scale_key(k_scale), backend, grad, settings().check)
     where = (page_table, positions, batch_indices, slot_mapping)
     call = _calls.get(key)
     if call is None:
@@ -158,7 +158,7 @@ class _Rotating:
         self.rotary_dim, self.interleaved, self.scaling = rotary_dim, interleaved, scaling
 
     def key(self) -> Hashable:
-        return (layout_of(self.q), layout_of(self.out), layout_of(self.positions), self.theta, layout_of(self.cos_sin_cache),
+        return (layout_of(self.q), optional_layout(self.out), layout_of(self.positions), self.theta, optional_layout(self.cos_sin_cache),
                 self.rotary_dim, self.interleaved, frozen_scaling(self.scaling))
 
 
@@ -172,8 +172,8 @@ def _append(
     grad = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in inputs)
     whole = isinstance(kv_cache, torch.Tensor)
     key = (
-        layout_of(kv_cache) if whole else tuple(layout_of(t) for t in kv_cache), kv_layout, layout_of(k), layout_of(v),
-        _table_key(table), layout_of(positions), layout_of(requests), layout_of(slots), _scale_key(k_scale), _scale_key(v_scale),
+        tuple(layout_of(t) for t in kv_cache) if isinstance(kv_cache, (tuple, list)) else layout_of(kv_cache), kv_layout, layout_of(k), layout_of(v),
+        _table_key(table), optional_layout(positions), optional_layout(requests), optional_layout(slots), _scale_key(k_scale), _scale_key(v_scale),
         kv_scales, backend, grad, None if rotating is None else rotating.key(), settings().check,
     )
     call = _calls.get(key)
@@ -262,7 +262,7 @@ def run_reference(problem: AppendProblem, t: AppendTensors) -> torch.Tensor | No
 
 def _table_key(table: Any) -> Hashable:
     if not isinstance(table, PageTable):
-        return table is not None
+        return table is not None and type(table).__name__
     return (table.page_size, layout_of(table.kv_indptr), layout_of(table.kv_indices), layout_of(table.kv_last_page_len),
             layout_of(table.block_tables), layout_of(table.seq_lens))
 

@@ -14,6 +14,7 @@ from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DtypeError, ShapeError
 from kernelgen.ops.checks import check_last_contiguous, check_no_output_with_grad, check_output, check_rank, check_tensors, shape_text
 from kernelgen.ops.memo import layout_of, new_memo, remember
+from kernelgen.ops.rope import optional_layout
 from kernelgen.problems.cache_ops import MergeProblem
 from kernelgen.problems.common import alignment_of
 from kernelgen.targets import Target, target_of
@@ -33,7 +34,7 @@ def merge_states(
     Raises ShapeError, DtypeError, DeviceError, LayoutError, SettingsError, NoBackendError.
     """
     grad = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in (outs, lses))
-    key = (layout_of(outs), layout_of(lses), layout_of(out), layout_of(lse), backend, grad)
+    key = (layout_of(outs), layout_of(lses), optional_layout(out), optional_layout(lse), backend, grad)
     call = _calls.get(key)
     if call is not None:
         return call(outs, lses, out, lse)

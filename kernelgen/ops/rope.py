@@ -46,7 +46,7 @@ def rope(
         theta = number("theta", theta)  # part of the key by value
     grad = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in (q, k))
     key = (
-        layout_of(q), layout_of(k), layout_of(positions), layout_of(cos_sin_cache), theta, rotary_dim, interleaved,
+        layout_of(q), layout_of(k), layout_of(positions), optional_layout(cos_sin_cache), theta, rotary_dim, interleaved,
         frozen_scaling(scaling), inplace, backend, grad, settings().check,
     )
     call = _calls.get(key)
@@ -108,6 +108,11 @@ def rotate_by_reference(
         q, k, positions, theta=angles.theta, cos_sin_cache=angles.table if angles.cached else None, rotary_dim=rotation.dim,
         interleaved=rotation.interleaved, scaling=angles.scaling, compute_dtype=compute)
     return new_q.to(q.dtype), new_k.to(k.dtype) if rounded else new_k
+
+
+def optional_layout(t: Any) -> Hashable:
+    """layout_of for a key in which a missing tensor and a thing that is no tensor must differ: the latter is refused later."""
+    return layout_of(t) if isinstance(t, torch.Tensor) else t is not None
 
 
 def frozen_scaling(scaling: Mapping[str, Any] | None) -> Hashable:

@@ -239,6 +239,17 @@ def test_errors_of_append_kv(error: type[Exception], words: str, change: dict[st
         kernelgen.append_kv(**(dict(kv_cache=CACHE, k=K, v=K) | change))
 
 
+def test_things_that_are_no_tensors_do_not_meet_a_remembered_call() -> None:
+    for _ in range(2):
+        kernelgen.append_kv(CACHE.clone(), K, K, TABLE, backend="generated")
+        kernelgen.rope(K, K, SLOTS, backend="generated")
+    for call in (lambda: kernelgen.append_kv(CACHE.clone(), K, K, TABLE, batch_indices=[0, 1], backend="generated"),  # type: ignore[arg-type]
+                 lambda: kernelgen.append_kv(None, K, K, TABLE, backend="generated"),  # type: ignore[arg-type]
+                 lambda: kernelgen.rope(K, K, SLOTS, cos_sin_cache=[1.0], backend="generated")):  # type: ignore[arg-type]
+        with pytest.raises(DtypeError):
+            call()
+
+
 def test_scales_that_fit_twice_need_a_name() -> None:
     cache = torch.zeros(2, 2, 4, 1, 8).to(E4M3)
     scale = torch.ones(2, 1)
