@@ -78,7 +78,8 @@ def append_mla(
     grad = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in (ckv, k_rope))
     key = (
         "mla", layout_of(ckv_cache), optional_layout(k_rope_cache), layout_of(ckv), layout_of(k_rope), _table_key(page_table),
-        optional_layout(positions), optional_layout(batch_indices), optional_layout(slot_mapping), _scale_key(k_scale), backend, grad, settings().check)
+        optional_layout(positions), optional_layout(batch_indices), optional_layout(slot_mapping), _scale_key(k_scale), backend, grad,
+        settings().check)
     where = (page_table, positions, batch_indices, slot_mapping)
     call = _calls.get(key)
     if call is None:
@@ -172,9 +173,10 @@ def _append(
     grad = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in inputs)
     whole = isinstance(kv_cache, torch.Tensor)
     key = (
-        tuple(layout_of(t) for t in kv_cache) if isinstance(kv_cache, (tuple, list)) else layout_of(kv_cache), kv_layout, layout_of(k), layout_of(v),
-        _table_key(table), optional_layout(positions), optional_layout(requests), optional_layout(slots), _scale_key(k_scale), _scale_key(v_scale),
-        kv_scales, backend, grad, None if rotating is None else rotating.key(), settings().check,
+        tuple(layout_of(t) for t in kv_cache) if isinstance(kv_cache, (tuple, list)) else layout_of(kv_cache), kv_layout,
+        layout_of(k), layout_of(v), _table_key(table), optional_layout(positions), optional_layout(requests), optional_layout(slots),
+        _scale_key(k_scale), _scale_key(v_scale), kv_scales, backend, grad, None if rotating is None else rotating.key(),
+        settings().check,
     )
     call = _calls.get(key)
     if call is not None:
