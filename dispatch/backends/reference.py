@@ -72,8 +72,11 @@ def _silu_and_mul(problem: Any, t: Any) -> None:
 _RUN: dict[str, Callable[[Any, Any], Any]] = {
     "attention": _attention, "gemm": _gemm, "rmsnorm": _rmsnorm, "silu_and_mul": _silu_and_mul,
 }
-# Ops that only the oracle runs in this release live beside their public function, which registers itself here.
-_LATER = {"moe": "kernelgen.ops.moe", "route": "kernelgen.ops.moe", "paged_attention": "kernelgen.ops.paged"}
+# Ops whose call of the oracle lives beside their public function.
+_LATER = {
+    "append": "kernelgen.ops.append", "merge_states": "kernelgen.ops.merge", "moe": "kernelgen.ops.moe", "route": "kernelgen.ops.moe",
+    "paged_attention": "kernelgen.ops.paged", "rope": "kernelgen.ops.rope",
+}
 
 
 class Reference(Backend):
