@@ -54,6 +54,7 @@ _PUBLIC = {
     "rope": "kernelgen.ops.eager",
     "rmsnorm": "kernelgen.ops.rows",
     "silu_and_mul": "kernelgen.ops.rows",
+    "sdpa": "kernelgen.ops.sdpa",
     "explain": "kernelgen.dispatch.explain",
     "Target": "kernelgen.targets",
 }
@@ -83,6 +84,7 @@ if TYPE_CHECKING:
     from kernelgen.ops.planning import GraphBounds as GraphBounds
     from kernelgen.ops.rows import rmsnorm as rmsnorm
     from kernelgen.ops.rows import silu_and_mul as silu_and_mul
+    from kernelgen.ops.sdpa import sdpa as sdpa
     from kernelgen.targets import Target as Target
 
 
@@ -110,5 +112,5 @@ __all__ = [
     "GraphBounds", "KernelgenError", "LaunchError", "LayoutError", "MLAPlan", "NoBackendError", "PageTable", "SettingsError", "ShapeError",
     "Target", "ToolchainMissing", "alibi_slopes", "attention", "attention_varlen", "cascade_attention", "explain", "gemm", "grouped_gemm",
     "grouped_gemm_masked", "merge_states", "moe", "moe_permute", "moe_sort", "moe_unpermute", "plan_attention", "plan_mla",
-    "quantize_fp8", "rmsnorm", "rope", "route", "silu_and_mul",
+    "quantize_fp8", "rmsnorm", "rope", "route", "sdpa", "silu_and_mul",
 ]
