@@ -53,10 +53,13 @@ class AttentionMask(torch.Tensor):
             self._written = _write(self.terms, self.shape[0], self.shape[2], self.shape[3], self.device)
         return self._written
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # shapes and the like need no look at the values
+    # Results are ordinary tensors; torch's default would make them masks again.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None,
+    ) -> Any:
         args, kwargs = tree_map_only(AttentionMask, AttentionMask.dense, (args, kwargs or {}))
         return func(*args, **kwargs)
 

@@ -245,12 +245,11 @@ def _make_terms(
         if not (end == keys == rows) or seen is not None:
             return None
         cu_seqlens = _document_starts(pattern.documents) if device.type == "cpu" else None
-    # A flag that hides nothing would only ask for another kernel.
+    # A flag that hides nothing would only ask for another kernel: no key in use lies after the last row.
     left = None if causal and pattern.left is not None and pattern.left >= keys - 1 else pattern.left
     right = None if causal else pattern.right
-    only_row = rows == 1 and causal
-    return MaskTerms(causal and not only_row, None if left is None and right is None else (left, 0 if only_row else right),
-                     kv_lens, seen, pattern.documents, cu_seqlens)
+    return MaskTerms(causal and rows > 1, None if left is None and right is None else (left, right), kv_lens, seen, pattern.documents,
+                     cu_seqlens)
 
 
 def _document_starts(documents: torch.Tensor) -> torch.Tensor:
