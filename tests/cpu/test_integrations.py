@@ -36,13 +36,13 @@ def one_thread() -> Iterator[None]:
 # ---- sdpa ------------------------------------------------------------------------------------------------------------
 
 
-def random_call(seed: int) -> tuple[list[torch.Tensor], dict[str, Any]]:
+def random_call(seed: int, dims: list[tuple[int, int]]) -> tuple[list[torch.Tensor], dict[str, Any]]:
     """A random call of scaled_dot_product_attention: float64 tensors, and keyword arguments that torch accepts."""
     rng = random.Random(seed)
     lead = rng.choice([(), (3,), (2, 3), (1, 2, 2)])
     rows, keys = rng.choice([(1, rng.randint(1, 40)), (n := rng.randint(1, 40), n), (rng.randint(1, 40), rng.randint(1, 40))])
     heads, group = rng.choice([(1, 1), (2, 1), (2, 3), (1, 4)])
-    dim, dim_v = rng.choice([(16, 16), (16, 16), (20, 20), (16, 8)])
+    dim, dim_v = rng.choice(dims)
     rank2 = lead == () and heads * group == 1
     shapes = [(*lead, heads * group, rows, dim), (*lead, heads, keys, dim), (*lead, heads, keys, dim_v)]
     tensors = [random_tensor(shape[-2:] if rank2 else shape, torch.float64, seed=seed_of(seed, i)) for i, shape in enumerate(shapes)]
@@ -73,7 +73,8 @@ def in_dtype(options: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sdpa_means_what_torch_means(dtype: torch.dtype) -> None:
     for seed in range(80 if dtype == torch.float32 else 30):
-        tensors, options = random_call(seed)
+        # Padding and unequal head dims in one dtype only: each pair is kernels to compile.
+        tensors, options = random_call(seed, [(16, 16), (16, 16), (20, 20), (16, 8)] if dtype == torch.float32 else [(16, 16)])
         given = [t.to(dtype) for t in tensors]
         exact = torch_sdpa(*(t.double() for t in given), **in_dtype(in_dtype(options, dtype), torch.float64))
         plain = torch_sdpa(*given, **in_dtype(options, dtype))
