@@ -58,6 +58,7 @@ _PUBLIC = {
     "rope": "kernelgen.ops.rope",
     "rmsnorm": "kernelgen.ops.rows",
     "silu_and_mul": "kernelgen.ops.rows",
+    "sdpa": "kernelgen.ops.sdpa",
     "explain": "kernelgen.dispatch.explain",
     "Target": "kernelgen.targets",
     "variant": "kernelgen.variants",
@@ -92,6 +93,7 @@ if TYPE_CHECKING:
     from kernelgen.ops.rope import rope as rope
     from kernelgen.ops.rows import rmsnorm as rmsnorm
     from kernelgen.ops.rows import silu_and_mul as silu_and_mul
+    from kernelgen.ops.sdpa import sdpa as sdpa
     from kernelgen.targets import Target as Target
     from kernelgen.variants import variant as variant
 
@@ -120,5 +122,5 @@ __all__ = [
     "LaunchError", "LayoutError", "MLAPlan", "NoBackendError", "PageTable", "SettingsError", "ShapeError", "Target", "ToolchainMissing",
     "VariantError", "alibi_slopes", "append_kv", "append_mla", "attention", "attention_varlen", "cascade_attention", "explain", "gemm",
     "grouped_gemm", "grouped_gemm_masked", "merge_states", "moe", "moe_permute", "moe_sort", "moe_unpermute", "plan_attention",
-    "plan_mla", "quantize_fp8", "rmsnorm", "rope", "rope_append_kv", "route", "silu_and_mul", "variant",
+    "plan_mla", "quantize_fp8", "rmsnorm", "rope", "rope_append_kv", "route", "sdpa", "silu_and_mul", "variant",
 ]
