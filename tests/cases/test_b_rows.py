@@ -133,8 +133,8 @@ def test_b03_very_negative_logits_are_no_mask(device: str, level: float) -> None
 def test_b03_masked_key_beside_a_very_negative_logit(device: str, by: str) -> None:
     """The only visible key has a scaled logit of about -20000, a masked one has 0: the masked one gets no weight."""
     dtype = main_dtype(device)
-    q, k = (torch.zeros(1, 2, 1, 128, dtype=dtype, device=device) for _ in range(2))
-    q[..., 0], k[0, 0, 0, 0] = 1, -226304.0  # / sqrt(128) = -20002.6, and a bfloat16 number
+    q, k = (torch.zeros(1, 2, 1, 64, dtype=dtype, device=device) for _ in range(2))
+    q[..., 0], k[0, 0, 0, 0] = 1, -159744.0  # a bfloat16 number, / 8 = -19968
     v = random_tensor(k.shape, dtype, seed=5, device=device)
     features: dict[str, Any] = {
         "causal": {"causal": True}, "kv_lens": {"kv_lens": torch.tensor([1], dtype=torch.int32, device=device)},
@@ -144,7 +144,7 @@ def test_b03_masked_key_beside_a_very_negative_logit(device: str, by: str) -> No
         row = 1 if by == "kv_lens" else 0  # with one key in use, row 0 stands before it; neither call is causal but the first
         assert torch.equal(got.out[0, row], v[0, 0]), name
         if got.lse is not None:
-            assert got.lse[0, 0, row].item() == pytest.approx(-226304.0 * 128**-0.5, rel=5e-7), name
+            assert got.lse[0, 0, row].item() == pytest.approx(-19968, rel=5e-7), name
 
 
 # B04: merging empty partial results
@@ -190,7 +190,7 @@ def test_b06_parts_by_different_backends_merge(device: str) -> None:
         states = [results[names[(i + turn) % len(names)]] for i, results in enumerate(by_part)]
         out, lse = kernelgen.merge_states(torch.stack([r.out[0] for r in states]), torch.stack([r.lse[0].t() for r in states]))
         torch.testing.assert_close(lse.double(), torch.logsumexp(scores, -1).t(), rtol=1e-6, atol=2e-6)
-        assert (out.double() - exact).abs().max() <= 2 * torch.finfo(dtype).eps * exact.abs().max(), names
+        assert (out.double() - exact).abs().max() < (1e-7 if dtype == torch.float32 else 1e-3), names
 
 
 # B07: what a window counts
@@ -235,21 +235,24 @@ def test_b07_right_side_of_a_window(device: str) -> None:
 # B33: the soft-cap is applied
 
 
-@pytest.mark.parametrize("cap", [None, 5.0, 50.0])
-def test_b33_soft_cap_acts_on_scaled_logits(device: str, cap: float | None) -> None:
-    """Logits up to 40 under no cap, 5 and 50: c * tanh(logit / c) before the mask; prefill, decode and a long split cache."""
-    seed = seed_of("B33", cap)
-    for q_len, kv_len in ((20, 31), (1, 31), (1, 4000)):
-        q, k, v = inputs(q_len, kv_len, 4, 2, 64, device, seed=seed)
-        q = (q * 10).to(q.dtype)
-        results = check("B33", q[None], k[None], v[None], causal=True, soft_cap=cap)
-        case = paged_of(k, v, [kv_len], 16)
-        results |= {f"paged {n}": r for n, r in check_paged(
-            "B33", tables(case)["blocks"], q, case.kv_cache, {"q_lens": [q_len], "soft_cap": cap}).items()}
-        plain = run("B33", q[None], k[None], v[None], causal=True)
-        moved = max(float((got.out.reshape(q.shape) - plain["reference"].out[0]).abs().max()) for got in results.values())
-        assert (moved > 0.1) == (cap == 5.0) or cap == 50.0, moved  # a cap of 5 far below the logits cannot go unseen
-        assert cap is None or moved > 0.001
+@pytest.mark.parametrize("cap", [0.0, 5.0, 50.0])
+@pytest.mark.parametrize("shape", [(1, 48, 70), (64, 1, 31), (64, 1, 600)])
+def test_b33_soft_cap_acts_on_scaled_logits(device: str, cap: float, shape: tuple[int, int, int]) -> None:
+    """Logits up to 40 under no cap, 5 and 50: c * tanh(logit / c) before the mask; prefill, decode and a long cache in splits."""
+    batch, q_len, kv_len = shape
+    seed = seed_of("B33", cap, shape)
+    q, k, v = random_tensors([(batch, q_len, 4, 64), (batch, kv_len, 2, 64), (batch, kv_len, 2, 64)], main_dtype(device), seed=seed,
+                             device=device)
+    q = (q * 10).to(q.dtype)
+    results = check("B33", q, k, v, causal=True, soft_cap=cap, seed=seed)
+    case = paged_of(k.flatten(0, 1), v.flatten(0, 1), [kv_len] * batch, 16)
+    planned = {"q_lens": [q_len] * batch, "soft_cap": cap}
+    results |= {f"paged {n}": r for n, r in
+                check_paged("B33", tables(case)["blocks"], q.flatten(0, 1), case.kv_cache, planned, seed=seed).items()}
+    uncapped = run("B33", q, k, v, causal=True)["reference"].out.flatten()
+    for name, got in results.items():
+        moved = float((got.out.flatten() - uncapped).abs().max())
+        assert moved > (0.5 if cap == 5 else 0.05) if cap else moved < 0.05, f"{name}: moved by {moved}"
 
 
 # B35: a sink is counted once
@@ -267,8 +270,7 @@ def sink_formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch
     return both.softmax(1)[:, :-1] @ v[first:, 0].to(dtype), torch.logsumexp(both, 1)
 
 
-@pytest.mark.parametrize("cap", [None, 3.0])
-@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(("cap", "window"), [(None, None), (3.0, 100)])
 def test_b35_sink_enters_once_whatever_the_splits(device: str, cap: float | None, window: int | None) -> None:
     """Five heads with sinks of their own over lengths that cut into 1 to 8 and more chunks, a window that leaves the first ones
     empty, and no keys at all (output 0): sum exp(l) + exp(sink), the same alone and in a batch."""
@@ -354,8 +356,9 @@ def test_b41_nan_goes_where_arithmetic_puts_it(device: str, place: str, causal: 
     else:
         v[5, 1, 7] = NAN
         out_nan[sees, 2:, 7] = True
-    before = run("B41", *(t[None] for t in clean), causal=causal)
-    after = run("B41", q[None], k[None], v[None], causal=causal)
+    # torch's own kernel loses the NaN of a query and spreads those of masked keys: the test below.
+    before = run("B41", *(t[None] for t in clean), causal=causal, skip=("torch",))
+    after = run("B41", q[None], k[None], v[None], causal=causal, skip=("torch",))
     caches = [paged_of(k_, v_, [9], 4, seed=3).kv_cache for k_, v_ in ((clean[1], clean[2]), (k, v))]
     table = tables(paged_of(k, v, [9], 4, seed=3))["csr"]
     flags = {"q_lens": [6], "causal": causal}
@@ -378,3 +381,13 @@ def test_b41_nan_query_of_a_row_without_keys(device: str) -> None:
     for name, got in results.items():
         assert not got.out[0, :2].any() and not torch.isnan(got.out).any(), name
         assert got.lse is None or bool((got.lse[0, :, :2] == -INF).all()), name
+
+
+@pytest.mark.xfail(strict=True, reason="scaled_dot_product_attention on a CPU gives 0 for a NaN query and 0 * NaN for a masked key")
+@pytest.mark.parametrize("place", ["q", "v"])
+def test_b41_torch_keeps_the_rule_too(place: str) -> None:
+    """The torch backend is held to the same rule: a NaN query row gives NaN, a NaN value does not reach rows before it."""
+    q, k, v = inputs(6, 9, 4, 2, 64, "cpu", seed=seed_of("B41"))
+    (q if place == "q" else v)[5, 1, 7] = NAN
+    out = kernelgen.attention(q[None], k[None], v[None], causal=place == "v", backend="torch")[0]
+    assert bool(torch.isnan(out[5, 1]).all()) if place == "q" else not torch.isnan(out[:2]).any()
