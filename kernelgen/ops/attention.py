@@ -26,6 +26,7 @@ from kernelgen.ops.checks import (
 )
 from kernelgen.ops.memo import layout_of, new_memo, remember
 from kernelgen.ops.page_table import check_starts
+from kernelgen.ops.planning import check_mask
 from kernelgen.ops.scales import Scale, head_scale, split_numbers
 from kernelgen.ops.variants import bind_words, trace_or_name
 from kernelgen.problems.attention import AttentionProblem
@@ -262,6 +263,8 @@ def _describe(
         return_lse=tensors.lse is not None, requires_grad=grad, deterministic=f.deterministic, batch_invariant=f.batch_invariant,
         alignment=alignment_of(q, k, v, tensors.out),
     )
+    if settings().check and tensors.mask_indptr is not None and tensors.mask is not None:
+        check_mask(tensors.mask, tensors.mask_indptr)
     return problem, tensors._replace(variant_words=bind_words(f.variant, problem.variant, q.device))
 
 

@@ -26,11 +26,12 @@ from kernelgen.ops.paged import (
     start_plan,
     update_plan,
 )
-from kernelgen.ops.planning import Batch, GraphBounds, read_batch
+from kernelgen.ops.planning import Batch, GraphBounds, check_pages, read_batch
 from kernelgen.ops.scales import Scale, head_scale, page_scale
 from kernelgen.problems.common import alignment_of
 from kernelgen.problems.paged import PagedAttentionProblem
 from kernelgen.reference.checks import check_option
+from kernelgen.settings import settings
 from kernelgen.targets import Target
 from kernelgen.tensors import PagedTensors
 
@@ -60,6 +61,8 @@ class MLAPlan:
         Raises ShapeError, DtypeError, DeviceError, LayoutError; NoBackendError for a q that wants a gradient.
         """
         arrays = self._state.arrays
+        if settings().check:
+            check_pages(arrays, self.problem.page_size, ckv_cache.shape[0])
         key = (*map(layout_of, (q_nope, q_rope, ckv_cache, k_rope_cache, out, lse)), return_lse, arrays.num_items, self._state.rows,
                layout_of(k_scale) if isinstance(k_scale, torch.Tensor) else k_scale)
         call = self._runs.get(key)

@@ -12,12 +12,25 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, no_backend_error, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DeviceError, DtypeError, KernelgenError, NoBackendError, SettingsError, ShapeError
+from kernelgen.guard import watched
 from kernelgen.kernels.base import division_of
 from kernelgen.ops.attention import Window, check_window
 from kernelgen.ops.checks import check_last_contiguous, check_output, check_rank, check_tensors, shape_text
 from kernelgen.ops.memo import LIMIT, layout_of, new_memo, remember
 from kernelgen.ops.page_table import Lengths, PageTable, check_starts, index_values
-from kernelgen.ops.planning import Batch, GraphBounds, Shape, make_arrays, make_bounded_arrays, page_numbers, read_batch, refill, to_host
+from kernelgen.ops.planning import (
+    Batch,
+    GraphBounds,
+    Shape,
+    check_mask,
+    check_pages,
+    make_arrays,
+    make_bounded_arrays,
+    page_numbers,
+    read_batch,
+    refill,
+    to_host,
+)
 from kernelgen.ops.scales import Scale, head_scale, page_scale, split_numbers
 from kernelgen.ops.variants import bind_words, trace_or_name
 from kernelgen.problems.common import alignment_of
@@ -82,7 +95,9 @@ class AttentionPlan:
         flags; NoBackendError for a q that wants a gradient.
         """
         key: Any = None
-        if variant_args is None:
+        if settings().check:
+            self._check_contents(kv_cache, mask)
+        if variant_args is None and not watched():
             cache = layout_of(kv_cache) if isinstance(kv_cache, torch.Tensor) else tuple(map(layout_of, kv_cache))
             key = (layout_of(q), cache, layout_of(out), layout_of(lse), return_lse, self._state.arrays.num_items, self._state.rows,
                    *(x if x is None or isinstance(x, float) else layout_of(x)
@@ -176,6 +191,12 @@ class AttentionPlan:
             return (t.out, t.lse) if return_lse else t.out
 
         return call
+
+    def _check_contents(self, kv_cache: Cache, mask: torch.Tensor | None) -> None:
+        arrays, first = self._state.arrays, kv_cache if isinstance(kv_cache, torch.Tensor) else kv_cache[0]
+        check_pages(arrays, self.problem.page_size, first.shape[0])
+        if mask is not None and arrays.mask_indptr is not None:
+            check_mask(mask, arrays.mask_indptr)
 
     def _check_call(
         self, q: torch.Tensor, kv_cache: Cache, alibi_slopes: torch.Tensor | None, sinks: torch.Tensor | None,
@@ -319,6 +340,8 @@ def start_plan(
     """A plan of class ``make`` for a decision, with its arrays filled."""
     (decision, shape), arrays = decided, None
     if bounds is not None:
+        if not isinstance(bounds, GraphBounds):
+            raise SettingsError(f"cuda_graph_bounds: got {bounds!r}, expected GraphBounds(max_q_tokens, max_seq_k)")
         check_graph_bounds(decision, bounds)
         arrays = make_bounded_arrays(batch.table.batch, bounds, page_numbers(batch.table).shape[0], shape, device)
     plan = make(problem=decision.problem, decision=decision, device=device, _state=State(arrays, bounds, shape), **fields)

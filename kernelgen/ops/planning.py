@@ -219,3 +219,23 @@ def _padded(whole: Ints, batch: int, size: int) -> Ints:
     more = (0, size - batch)
     return np.concatenate([np.pad(starts, more, mode="edge"), np.pad(lens, more), np.pad(begin, more), np.pad(items, more, mode="edge"),
                            chunk])
+
+
+def check_pages(arrays: PlanArrays, page_size: int, num_pages: int) -> None:
+    """Page numbers in use, under KERNELGEN_CHECK=1: it waits for the device. Raises ShapeError."""
+    numbers, begin, lens = (t.cpu() for t in (arrays.page_indices, arrays.page_begin, arrays.kv_lens))
+    for b, (first, length) in enumerate(zip(begin.tolist(), lens.tolist())):
+        used = numbers[first : first - (-length // page_size)]
+        bad = ((used < 0) | (used >= num_pages)).nonzero().flatten().tolist()
+        if bad:
+            raise ShapeError(f"page table: request {b}, slot {bad[0]} holds page {int(used[bad[0]])}, expected 0 .. {num_pages - 1}")
+
+
+def check_mask(mask: torch.Tensor, mask_indptr: torch.Tensor) -> None:
+    """The size of a ragged mask, under KERNELGEN_CHECK=1: it waits for the device. Raises ShapeError."""
+    total = int(mask_indptr[-1])
+    packed = mask.dtype == torch.uint8
+    expected = -(-total // 8) if packed else total
+    if tuple(mask.shape) != (expected,):
+        form = f"ceil({total} / 8) bytes of packed bits" if packed else "sum(Sq_b * Sk_b) values"
+        raise ShapeError(f"mask: got shape {tuple(mask.shape)}, expected ({expected},): {form}")
