@@ -297,7 +297,7 @@ def test_nan_that_nobody_may_see_stays_unseen_over_splits() -> None:
     v_cache[page, 3, 0, 5] = torch.nan
     k_cache[page, 9, 1, 7] = torch.inf
     for chunk in (64, 192, 1024):
-        batch.check(f"nan, chunk {chunk}", division=Division(256, 4, fixed_chunk=chunk), config=paged_cpu.Config(96 * 8, 128))
+        batch.check(f"nan, chunk {chunk}", division=Division(96 * 8, 4, fixed_chunk=chunk), config=paged_cpu.Config(96 * 8, 128))
 
 
 def test_bits_of_a_batch_invariant_call_depend_on_the_request_alone() -> None:

@@ -32,6 +32,7 @@
 
 #include "kernelgen/attention/logit_cpu.h"
 #include "kernelgen/attention/pack_cpu.h"
+#include "kernelgen/attention/thin_cpu.h"
 #include "kernelgen/attention/visibility_cpu.h"
 
 namespace kernelgen {
@@ -52,6 +53,7 @@ struct AttentionCpu {
   using Range = typename G::Range;
   using Buffers = typename G::Buffers;
   using Pack = Packing<G>;
+  using Thin = ThinPanel<G>;
   template <int kUsed>
   using TileOf = kernelgen::Tile<Product, kTileRows, kUsed>;
 
@@ -107,19 +109,38 @@ struct AttentionCpu {
       for (Operand& x : panel.queries) x = narrow<Operand>(widen(x) * factor);
   }
 
-  // Scales of queries and, where they do not change from page to page, of keys.
+  // Scales of a row's query and, where they do not change from page to page, of its keys.
+  static Scalar query_scale(const Params& p, const Task& t, int64_t row) {
+    if constexpr (Options::kScales == Scales::kNone) return 1;
+    const int64_t head = t.head * p.group_size + row % p.group_size;
+    Scalar scale = p.q_scale ? p.q_scale[t.batch * p.q_scale_batch + head * p.q_scale_head] : Scalar(1);
+    if (!G::kPageScales && p.k_scale) scale *= p.k_scale[t.batch * p.k_scale_batch + t.head * p.k_scale_head];
+    return scale;
+  }
+
   static void scale_queries(const Params& p, const Task& t, Panel& panel, int64_t row, Scalar factor) {
-    if (!G::kPageScales && p.k_scale) factor *= p.k_scale[t.batch * p.k_scale_batch + t.head * p.k_scale_head];
     alignas(64) Scalar of_row[kWidth];
-    for (int l = 0; l < kWidth; ++l) {
-      const int64_t head = t.head * p.group_size + (row + l) % p.group_size;
-      of_row[l] = factor * (p.q_scale ? p.q_scale[t.batch * p.q_scale_batch + head * p.q_scale_head] : Scalar(1));
-    }
+    for (int l = 0; l < kWidth; ++l) of_row[l] = factor * query_scale(p, t, row + l);
     for (int d = 0; d < kHeadDim; ++d)
       for (int v = 0; v < kVecs; ++v) {
         Operand* x = panel.queries + d * kWidth + v * kLanes;
         V::store(x, V::load(x) * V::load(of_row + v * kLanes));
       }
+  }
+
+  // As pack_queries, row by row.
+  static void pack_thin_queries(const Params& p, const Task& t, Panel& panel, int64_t row, int64_t rows) {
+    std::memset(panel.queries, 0, sizeof panel.queries);
+    for (int l = 0; l < rows; ++l) {
+      const int64_t query = t.q_begin + (row + l) / p.group_size, head = t.head * p.group_size + (row + l) % p.group_size;
+      const Scalar factor = Logit<G>::query_factor(p) * query_scale(p, t, row + l);
+      Scalar* packed = Thin::query(panel, l);
+      Thin::template pack_row<kHeadDim - kRopeDim>(
+          static_cast<const Query*>(p.q) + t.batch * p.q_batch + query * p.q_row + head * p.q_head, packed, factor);
+      if constexpr (kRopeDim > 0)
+        Thin::template pack_row<kRopeDim>(static_cast<const Query*>(p.q_rope) + query * p.q_rope_row + head * p.q_rope_head,
+                                          packed + Thin::padded(kHeadDim - kRopeDim), factor);
+    }
   }
 
   // The keys each row sees, and their union and intersection.
@@ -149,7 +170,7 @@ struct AttentionCpu {
   }
 
   static void begin_panel(const Params& p, const Task& t, Panel& panel, int64_t row, int64_t rows) {
-    pack_queries(p, t, panel, row, rows);
+    (Thin::fits(rows) ? pack_thin_queries : pack_queries)(p, t, panel, row, rows);
     set_ranges(p, t, panel, row, rows);
     panel.rows = rows < kWidth ? rows : kWidth;
     if constexpr (G::kBits || G::kNatural) set_lane_ids(p, t, panel, row, rows);
@@ -169,9 +190,13 @@ struct AttentionCpu {
     const Tile& tile;
     int begin, end;
 
-    KERNELGEN_INLINE void prefetch(int from) const {
+    KERNELGEN_INLINE void prefetch(int from) const { prefetch_rows(from > begin ? from : begin, from + kRows); }
+    // The thin path has no packing that would begin at a multiple of kRows.
+    KERNELGEN_INLINE void prefetch_some(int done, int count) const { prefetch_rows(begin + done, begin + done + count); }
+
+    KERNELGEN_INLINE void prefetch_rows(int from, int to) const {
       constexpr int kLine = 64 / int(sizeof(typename G::KeyValue));
-      for (int j = from > begin ? from : begin; j < from + kRows && j < end; ++j) {
+      for (int j = from; j < to && j < end; ++j) {
         for (int d = 0; d < kHeadDim - kRopeDim; d += kLine) __builtin_prefetch(tile.key(j) + d, 0, 2);
         if constexpr (kRopeDim > 0)
           for (int d = 0; d < kRopeDim; d += kLine) __builtin_prefetch(tile.rope(j) + d, 0, 2);
@@ -255,7 +280,7 @@ struct AttentionCpu {
   }
 
   // P^T: in place, or as pairs in their own buffer. Returns the sums in `total`.
-  template <int kUsed>
+  template <int kUsed, bool kPairs = kDepth == 2>
   static void weights(const Buffers& b, const Logit<G>& logit, int begin, int end, const Reg (&peak)[kUsed],
                       Reg (&total)[kUsed]) {
     constexpr int kDegree = G::kExpDegree;
@@ -263,13 +288,13 @@ struct AttentionCpu {
     for (int block = begin; block < end; block += kSumBlock) {
       Reg sum[kUsed];
       for (int v = 0; v < kUsed; ++v) sum[v] = V::zero();
-      for (int j = block; j < end && j < block + kSumBlock; j += kDepth) {
+      for (int j = block; j < end && j < block + kSumBlock; j += kPairs ? 2 : 1) {
 #pragma GCC unroll 8
         for (int v = 0; v < kUsed; ++v) {
           Scalar* s = b.scores + j * kWidth + v * kLanes;
           const Reg p = logit.template weight<kDegree>(V::load(s), peak[v]);
           sum[v] = sum[v] + p;
-          if constexpr (kDepth == 2) {
+          if constexpr (kPairs) {
             const Reg next = logit.template weight<kDegree>(V::load(s + kWidth), peak[v]);
             sum[v] = sum[v] + next;
             _mm512_storeu_si512(b.weights + j * kWidth + v * kLanes * 2, Product::narrow_pairs(p, next));
@@ -331,41 +356,71 @@ struct AttentionCpu {
     else return NoBias{};
   }
 
-  template <int kUsed, class Next>
-  static void step(const Params& p, const Task& t, Panel& panel, const Buffers& b, const Logit<G>& logit, int64_t tile,
-                   int loaded_end, bool finite, const Next& next) {
-    const Range& range = panel.range;
-    const int begin = int(clamp(range.any_first - tile, 0, kBlockK)) / kRows * kRows;
-    const int last = int(clamp(range.any_end - tile, 0, loaded_end));
-    const int end = (last + kRows - 1) / kRows * kRows;
-    if (begin >= end) return;
-    const bool whole = !G::kBits && range.every_first <= tile + begin && range.every_end >= tile + end;
-
-    Reg before[kUsed], peak[kUsed];
-    for (int v = 0; v < kUsed; ++v) before[v] = peak[v] = V::load(panel.peak + v * kLanes);
-    const auto bias = bias_of(t, panel, tile);
+  // use(sight, finite): what rows see of keys [begin, last), and whether 0 times any of their values is 0. Keys up to `end`
+  // are stale.
+  template <class Use>
+  static KERNELGEN_INLINE void with_sight([[maybe_unused]] const Params& p, [[maybe_unused]] const Task& t, const Panel& panel,
+                                          int64_t tile, int begin, [[maybe_unused]] int last, int end, Use use) {
     if constexpr (G::kBits) {
       BitSight<G> sight;
       Visibility<G>::fill(p, t, panel, tile, begin, last, end, sight);
-      scores(panel, b, logit, sight, bias, next, begin, end, peak);
-      if constexpr (G::kVariant) vary_scores(p, t, panel, b, sight, tile, begin, end, peak);
-      accumulate<kUsed>(panel, b, logit, sight, finite, begin, last, before, peak);
-    } else if (whole) {
-      scores(panel, b, logit, FullSight<G>{}, bias, next, begin, end, peak);
-      accumulate<kUsed>(panel, b, logit, FullSight<G>{}, true, begin, last, before, peak);
+      use(sight, false);
+    } else if (panel.range.every_first <= tile + begin && panel.range.every_end >= tile + end) {
+      use(FullSight<G>{}, true);
     } else {
-      const RangeSight<G> sight(panel, tile);
-      scores(panel, b, logit, sight, bias, next, begin, end, peak);
-      accumulate<kUsed>(panel, b, logit, sight, finite, begin, last, before, peak);
+      use(RangeSight<G>(panel, tile), false);
     }
   }
 
-  // What follows the scores of keys [begin, last): weights, sums and output, rescaled from the maximum `before` to `peak`.
-  template <int kUsed, class SightOf>
-  static KERNELGEN_INLINE void accumulate(Panel& panel, const Buffers& b, const Logit<G>& logit, const SightOf& sight,
-                                          bool finite, int begin, int last, const Reg (&before)[kUsed], Reg (&peak)[kUsed]) {
+  template <int kUsed, class Next>
+  static void step(const Params& p, const Task& t, Panel& panel, const Buffers& b, const Logit<G>& logit, int64_t tile,
+                   int loaded_end, bool finite, const Next& next) {
+    const int begin = int(clamp(panel.range.any_first - tile, 0, kBlockK)) / kRows * kRows;
+    const int last = int(clamp(panel.range.any_end - tile, 0, loaded_end));
     const int end = (last + kRows - 1) / kRows * kRows;
-    Reg alpha[kUsed], total[kUsed];
+    if (begin >= end) return;
+    const auto bias = bias_of(t, panel, tile);
+    with_sight(p, t, panel, tile, begin, last, end, [&](const auto& sight, bool whole) __attribute__((always_inline)) {
+      Reg before[kUsed], peak[kUsed], alpha[kUsed];
+      for (int v = 0; v < kUsed; ++v) before[v] = peak[v] = V::load(panel.peak + v * kLanes);
+      scores(panel, b, logit, sight, bias, next, begin, end, peak);
+      if constexpr (G::kVariant) vary_scores(p, t, panel, b, sight, tile, begin, end, peak);
+      add_weights<kUsed, kDepth == 2>(panel, b, logit, begin, end, before, peak, alpha);
+      if (whole || finite) output(panel, b, begin, end, alpha);
+      else careful_output(panel, b, sight, begin, last, alpha);
+    });
+  }
+
+  // A panel of few rows, from keys and values as they lie.
+  template <class Tile>
+  static void thin_step(const Params& p, const Task& t, Panel& panel, const Buffers& b, const Logit<G>& logit, int64_t tile,
+                        const Tile& from, int loaded_end, const NextTile<Tile>& next) {
+    const int begin = int(clamp(panel.range.any_first - tile, 0, kBlockK));
+    const int last = int(clamp(panel.range.any_end - tile, 0, loaded_end));
+    if (begin >= last) return;
+    const auto bias = bias_of(t, panel, tile);
+    Thin::dots(panel, from, next, b.scores, begin, last);
+    with_sight(p, t, panel, tile, begin, last, last, [&](const auto& sight, bool whole) __attribute__((always_inline)) {
+      Reg before[1] = {V::load(panel.peak)}, peak[1] = {before[0]}, alpha[1];
+      for (int j = begin; j < last; ++j) {
+        Scalar* s = b.scores + j * kWidth;
+        V::store(s, keep_visible(sight, j, 0, bias.add(j, 0, logit.kept(V::load(s))), peak[0]));
+      }
+      if constexpr (G::kVariant) vary_scores(p, t, panel, b, sight, tile, begin, last, peak);
+      add_weights<1, false>(panel, b, logit, begin, last, before, peak, alpha);
+      if constexpr (G::kPageScales) Thin::scale_weights(from, b.scores, begin, last);
+      alignas(64) Scalar shrink[kLanes];
+      V::store(shrink, alpha[0]);
+      if (whole || Thin::all_finite(from, begin, last)) Thin::output(panel, from, b.scores, begin, last, shrink);
+      else Thin::careful_output(panel, from, sight, b.scores, begin, last, shrink);
+    });
+  }
+
+  // Weights and their sums behind the scores of keys [begin, end); `alpha` rescales from the maximum `before` to `peak`.
+  template <int kUsed, bool kPairs>
+  static KERNELGEN_INLINE void add_weights(Panel& panel, const Buffers& b, const Logit<G>& logit, int begin, int end,
+                                           const Reg (&before)[kUsed], Reg (&peak)[kUsed], Reg (&alpha)[kUsed]) {
+    Reg total[kUsed];
     const Reg minus_infinity = V::broadcast(kMinusInfinity);
     for (int v = 0; v < kUsed; ++v) {
       V::store(panel.peak + v * kLanes, peak[v]);
@@ -373,13 +428,11 @@ struct AttentionCpu {
       peak[v] = V::select(V::equal(peak[v], minus_infinity), V::zero(), peak[v]);
       alpha[v] = logit.weight(before[v], peak[v]);
     }
-    weights(b, logit, begin, end, peak, total);
+    weights<kUsed, kPairs>(b, logit, begin, end, peak, total);
     for (int v = 0; v < kUsed; ++v) {
       Scalar* sum = panel.total + v * kLanes;
       V::store(sum, V::fma(V::load(sum), alpha[v], total[v]));
     }
-    if (finite) output(panel, b, begin, end, alpha);
-    else careful_output(panel, b, sight, begin, last, alpha);
   }
 
   // ---- A task -----------------------------------------------------------------------------------------------------
@@ -403,18 +456,23 @@ struct AttentionCpu {
     int64_t tile = range.any_first / kBlockK * kBlockK;
     if (tile >= range.any_end) return;
     find(tiles[0], tile, begin, end);
+    const bool packed = panels > 1 || !Thin::fits(t.rows);
     for (; tile < range.any_end; tile += kBlockK, current ^= 1) {
-      Pack::keys(tiles[current], b.keys, begin, end);
-      Pack::values(tiles[current], b.keys, b.values, begin, end);
-      const bool whole = !G::kBits && range.every_first <= tile + begin && range.every_end >= tile + end;
-      const bool finite = whole || Pack::all_finite(b.values, begin, end);
+      bool finite = true;
+      if (packed) {
+        Pack::keys(tiles[current], b.keys, begin, end);
+        Pack::values(tiles[current], b.keys, b.values, begin, end);
+        const bool whole = !G::kBits && range.every_first <= tile + begin && range.every_end >= tile + end;
+        finite = whole || Pack::all_finite(b.values, begin, end);
+      }
       const int loaded_end = end;
       find(tiles[current ^ 1], tile + kBlockK, begin, end);
       NextTile<typename Source::Tile> next{tiles[current ^ 1], begin, end};
       for (int i = 0; i < panels; ++i) {
-        const bool narrow = t.rows - i * kWidth <= kLanes;
-        (narrow ? step<1, decltype(next)> : step<kVecs, decltype(next)>)(p, t, b.panels[i], b, logit, tile, loaded_end, finite,
-                                                                        next);
+        Panel& panel = b.panels[i];
+        if (Thin::fits(panel.rows)) thin_step(p, t, panel, b, logit, tile, tiles[current], loaded_end, next);
+        else if (panel.rows <= kLanes) step<1>(p, t, panel, b, logit, tile, loaded_end, finite, next);
+        else step<kVecs>(p, t, panel, b, logit, tile, loaded_end, finite, next);
         next.end = 0;
       }
     }
@@ -464,18 +522,10 @@ struct AttentionCpu {
     return factor;
   }
 
-  // The rows of a panel to where place(lane, out, lse) says.
-  template <class Target, class Place>
-  static void store_rows(const Params& p, const Task& t, const Panel& panel, const Logit<G>& logit, int64_t row, bool sinks,
-                         Place place) {
-    Finished f;
-    finish(p, t, panel, logit, row, sinks, f);
-    const Reg scale = V::broadcast(value_factor(p, t));
-    Target* out[kWidth];
-    float* lse_at[kWidth];
-    for (int l = 0; l < panel.rows; ++l) place(l, out[l], lse_at[l]);
+  template <class Target>
+  static void store_transposed(const Panel& panel, const Finished& f, Scalar scale, Target* const (&out)[kWidth]) {
     for (int v = 0; v < kVecs && v * kLanes < panel.rows; ++v) {
-      const Reg factor = scale / V::load(f.divisor + v * kLanes);
+      const Reg factor = V::broadcast(scale) / V::load(f.divisor + v * kLanes);
       for (int d = 0; d < kHeadDimV; d += kLanes) {
         Reg x[kLanes];
         for (int i = 0; i < kLanes; ++i)
@@ -484,6 +534,23 @@ struct AttentionCpu {
         for (int l = 0; l < kLanes && v * kLanes + l < panel.rows; ++l)
           V::store_first(out[v * kLanes + l] + d, x[l], kHeadDimV - d);
       }
+    }
+  }
+
+  // The rows of a panel to where place(lane, out, lse) says.
+  template <class Target, class Place>
+  static void store_rows(const Params& p, const Task& t, const Panel& panel, const Logit<G>& logit, int64_t row, bool sinks,
+                         Place place) {
+    Finished f;
+    finish(p, t, panel, logit, row, sinks, f);
+    const Scalar scale = value_factor(p, t);
+    Target* out[kWidth];
+    float* lse_at[kWidth];
+    for (int l = 0; l < panel.rows; ++l) place(l, out[l], lse_at[l]);
+    if (Thin::fits(panel.rows)) {
+      for (int l = 0; l < panel.rows; ++l) Thin::store_row(panel, l, scale / f.divisor[l], out[l]);
+    } else {
+      store_transposed(panel, f, scale, out);
     }
     for (int l = 0; l < panel.rows; ++l)
       if (lse_at[l]) *lse_at[l] = f.lse(l);

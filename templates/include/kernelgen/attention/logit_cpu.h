@@ -16,7 +16,8 @@ struct Logit {
   using Reg = typename G::Reg;
   using Scalar = typename G::Scalar;
   static constexpr bool kSoftCap = G::Options::kSoftCap;
-  Reg inner, outer, factor;  // kept = tanh(dot * inner) or dot, natural: times outer; log2 of a weight = (kept - peak) * factor
+  Reg inner, inner_rest;  // their sum: what a product is multiplied by inside of tanh, to twice the precision
+  Reg outer, factor;         // kept = tanh(dot * inner) or dot, natural: times outer; log2 of a weight = (kept - peak) * factor
   double natural;            // natural logarithm of a weight = (kept - peak) * natural
 
   explicit Logit(const Params& p) {
@@ -24,7 +25,9 @@ struct Logit {
     natural = __builtin_fabs(kSoftCap ? p.soft_cap : p.scale);
     if (!kSoftCap && natural == 0) natural = 1;
     if (natural < kSmallest) natural = kSmallest;  // times -inf must not become NaN
-    inner = V::broadcast(Scalar(kSoftCap ? p.scale / natural : 0.0));
+    const double inside = kSoftCap ? p.scale / natural : 0.0;
+    inner = V::broadcast(Scalar(inside));
+    inner_rest = V::broadcast(Scalar(inside - double(Scalar(inside))));
     outer = V::broadcast(Scalar(natural));
     if (G::kNatural) natural = 1;
     factor = V::broadcast(Scalar(natural * kLog2E));
@@ -32,7 +35,12 @@ struct Logit {
   static Scalar query_factor(const Params& p) { return kSoftCap || p.scale > 0 ? 1 : p.scale < 0 ? -1 : 0; }
 
   KERNELGEN_INLINE Reg kept(Reg dot) const {
-    if constexpr (kSoftCap) dot = kernelgen::tanh<V>(dot * inner);
+    if constexpr (kSoftCap) {
+      // A product of infinity times a rest of 0 must not become NaN; a NaN stays one.
+      const Reg largest = V::broadcast(sizeof(Scalar) == 4 ? Scalar(3.4e38) : Scalar(1.7e308));
+      dot = V::min(largest, V::max(-largest, dot));
+      dot = kernelgen::tanh<V>(V::fma(dot, inner, dot * inner_rest));
+    }
     if constexpr (G::kNatural) dot = dot * outer;
     return dot;
   }
