@@ -1,0 +1,26 @@
+// What a variant's score and mask see of one logit. A rendered kernel defines `struct VariantFunctions` with
+//
+//   static KERNELGEN_DEVICE float score(float score, const VariantContext& c, const int64_t* args);
+//   static KERNELGEN_DEVICE bool visible(const VariantContext& c, const int64_t* args);
+//
+// `args` is a block of 8-byte words: per extra tensor its address and strides in elements, then each scalar.
+#pragma once
+
+#ifdef __CUDACC_RTC__
+#define KERNELGEN_DEVICE __device__ __forceinline__
+#else
+#include <cmath>
+#include <cstdint>
+#define KERNELGEN_DEVICE inline
+#endif
+
+namespace kernelgen {
+
+// Positions count keys of the request: a query's is aligned at the bottom right, q_index + kv_len - q_len.
+struct VariantContext {
+  int32_t batch, head, kv_head;
+  int32_t q_index, q_pos, k_pos;
+  int32_t q_len, kv_len;
+};
+
+}  // namespace kernelgen
