@@ -40,6 +40,7 @@ class KernelFamily:
                 and returns the closure that a repeated call uses; it may only re-read addresses
     coverage    () -> (problem, config or None) pairs that together reach every branch of the template; tests and
                 the compile-everything check walk it
+    division    planned attention: (problem, target, config) -> Division, how a batch is cut into items
     """
 
     name: str
@@ -52,11 +53,13 @@ class KernelFamily:
     spec: Callable[[Any, Target, Any], KernelSpec]
     bind: Callable[[Any, Any, Any, Any], Callable[[Any], None]]
     coverage: Callable[[], Iterable[tuple[Any, Any]]]
+    division: Callable[[Any, Target, Any], Any] | None = None
 
 
 # op -> modules whose FAMILY runs it, imported when the op is first used.
 _MODULES: dict[str, tuple[str, ...]] = {
     "attention": ("attention.prefill_cpu", "attention.prefill_mma"),
+    "paged_attention": ("attention.paged_mma",),
     "gemm": ("gemm.gemm_cpu", "gemm.gemm_mma"),
     "rmsnorm": ("norm.rmsnorm_cpu", "norm.rmsnorm_cuda"),
     "silu_and_mul": ("activation.silu_and_mul_cpu", "activation.silu_and_mul_cuda"),
