@@ -22,6 +22,7 @@ _OPS = {
     "silu_and_mul": "kernelgen.ops.rows:explain_silu_and_mul",
     "moe": "kernelgen.ops.moe:explain_moe",
     "route": "kernelgen.ops.moe:explain_route",
+    "mla": "kernelgen.ops.mla:explain_mla",
     "paged_attention": "kernelgen.ops.paged:explain_paged_attention",
 }
 OPS = tuple(_OPS)

@@ -39,6 +39,10 @@ _PUBLIC = {
     "AttentionPlan": "kernelgen.ops.paged",
     "PageTable": "kernelgen.ops.page_table",
     "plan_attention": "kernelgen.ops.paged",
+    "GraphBounds": "kernelgen.ops.planning",
+    "MLAPlan": "kernelgen.ops.mla",
+    "plan_mla": "kernelgen.ops.mla",
+    "cascade_attention": "kernelgen.ops.cascade",
     "alibi_slopes": "kernelgen.ops.eager",
     "grouped_gemm": "kernelgen.ops.eager",
     "grouped_gemm_masked": "kernelgen.ops.eager",
@@ -58,6 +62,7 @@ if TYPE_CHECKING:
     from kernelgen.dispatch.explain import explain as explain
     from kernelgen.ops.attention import attention as attention
     from kernelgen.ops.attention import attention_varlen as attention_varlen
+    from kernelgen.ops.cascade import cascade_attention as cascade_attention
     from kernelgen.ops.eager import alibi_slopes as alibi_slopes
     from kernelgen.ops.eager import grouped_gemm as grouped_gemm
     from kernelgen.ops.eager import grouped_gemm_masked as grouped_gemm_masked
@@ -68,11 +73,14 @@ if TYPE_CHECKING:
     from kernelgen.ops.eager import quantize_fp8 as quantize_fp8
     from kernelgen.ops.eager import rope as rope
     from kernelgen.ops.gemm import gemm as gemm
+    from kernelgen.ops.mla import MLAPlan as MLAPlan
+    from kernelgen.ops.mla import plan_mla as plan_mla
     from kernelgen.ops.moe import moe as moe
     from kernelgen.ops.moe import route as route
     from kernelgen.ops.page_table import PageTable as PageTable
     from kernelgen.ops.paged import AttentionPlan as AttentionPlan
     from kernelgen.ops.paged import plan_attention as plan_attention
+    from kernelgen.ops.planning import GraphBounds as GraphBounds
     from kernelgen.ops.rows import rmsnorm as rmsnorm
     from kernelgen.ops.rows import silu_and_mul as silu_and_mul
     from kernelgen.targets import Target as Target
@@ -99,8 +107,8 @@ import_module("kernelgen.toolchains.nvrtc").import_bindings()
 
 __all__ = [
     "ArtifactMissingError", "AttentionPlan", "CacheError", "CompileError", "DeviceError", "DtypeError",
-    "KernelgenError", "LaunchError", "LayoutError", "NoBackendError", "PageTable", "SettingsError", "ShapeError",
-    "Target", "ToolchainMissing", "alibi_slopes", "attention", "attention_varlen", "explain", "gemm", "grouped_gemm",
-    "grouped_gemm_masked", "merge_states", "moe", "moe_permute", "moe_sort", "moe_unpermute", "plan_attention",
+    "GraphBounds", "KernelgenError", "LaunchError", "LayoutError", "MLAPlan", "NoBackendError", "PageTable", "SettingsError", "ShapeError",
+    "Target", "ToolchainMissing", "alibi_slopes", "attention", "attention_varlen", "cascade_attention", "explain", "gemm", "grouped_gemm",
+    "grouped_gemm_masked", "merge_states", "moe", "moe_permute", "moe_sort", "moe_unpermute", "plan_attention", "plan_mla",
     "quantize_fp8", "rmsnorm", "rope", "route", "silu_and_mul",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -79,6 +79,8 @@ class PagedTensors(NamedTuple):
     variant_words: torch.Tensor | None = None
     q_rope: torch.Tensor | None = None
     k_rope_cache: torch.Tensor | None = None
+    variant: Any = None  # for the reference backend, as is rotation
+    rotation: int | None = None
 
 
 class GemmTensors(NamedTuple):

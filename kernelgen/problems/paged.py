@@ -24,7 +24,7 @@ class PagedAttentionProblem:
     rotation      a Hadamard rotation of the cached keys is undone on the queries
     one_page      every request has one page (a contiguous cache)
     rope_dim      MLA: the last rope_dim of head_dim come from q_rope and a cache of their own; values are the latent part
-                  of the keys
+                  of the keys; rope_dtype: of that cache, "" while unknown or the same
     q_scale       an fp8 query has a scale tensor
     return_lse    the LSE is stored
     alignment     as in AttentionProblem; known when the plan runs
@@ -54,6 +54,7 @@ class PagedAttentionProblem:
     rotation: bool = False
     one_page: bool = False
     rope_dim: int = 0
+    rope_dtype: str = ""
     q_scale: bool = False
     return_lse: bool = False
     alignment: int = 16

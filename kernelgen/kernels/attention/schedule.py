@@ -42,24 +42,30 @@ class Schedule:
         return int(self.item_indptr[-1])
 
 
-def make_schedule(q_lens: Ints, kv_lens: Ints, group_size: int, division: Division) -> Schedule:
-    """Cut a batch. q_lens, kv_lens (B) on the host."""
-    tiles = -(-(q_lens.astype(np.int64) * group_size) // division.block_rows)
-    longest = int(kv_lens.max(initial=0))
+def make_schedule(q_lens: Ints | int, kv_lens: Ints, group_size: int, division: Division, longest: int | None = None) -> Schedule:
+    """Cut a batch. q_lens (B) or one number for all, kv_lens (B), on the host; ``longest`` of kv_lens, where it is known."""
+    longest = int(kv_lens.max(initial=0)) if longest is None else longest
+    rows = q_lens * group_size if isinstance(q_lens, int) else q_lens.astype(np.int64) * group_size
+    tiles = (rows + (division.block_rows - 1)) // division.block_rows
     chunk = division.fixed_chunk or _chunk(tiles, kv_lens, longest, division)
-    counts = tiles * np.maximum(-(-kv_lens // chunk), 1) if longest > chunk else tiles
-    indptr = np.zeros(len(q_lens) + 1, dtype=np.int32)
-    np.cumsum(counts, out=indptr[1:])
+    indptr = np.zeros(len(kv_lens) + 1, dtype=np.int32)
+    if longest > chunk:
+        splits = np.maximum((kv_lens + np.int32(chunk - 1)) // np.int32(chunk), 1)
+        np.cumsum(splits * tiles, out=indptr[1:])
+    elif isinstance(tiles, int):
+        indptr = np.arange(len(kv_lens) + 1, dtype=np.int32) * np.int32(tiles)
+    else:
+        np.cumsum(tiles, out=indptr[1:])
     return Schedule(chunk, indptr, longest > chunk)
 
 
-def _chunk(tiles: npt.NDArray[np.int64], kv_lens: Ints, longest: int, division: Division) -> int:
+def _chunk(tiles: npt.NDArray[np.int64] | int, kv_lens: Ints, longest: int, division: Division) -> int:
     """A chunk such that about ``slots`` items result: the total work spread over the free places, rounded up."""
     whole = max(_round_up(longest), CHUNK_UNIT)
-    if int(tiles.sum()) >= division.slots:
+    if (tiles * len(kv_lens) if isinstance(tiles, int) else int(tiles.sum())) >= division.slots:
         return whole  # enough items without any split
-    share = -(-int(tiles @ kv_lens) // division.slots)
-    return min(whole, max(_round_up(share), division.min_chunk))
+    work = tiles * int(kv_lens.sum()) if isinstance(tiles, int) else int(tiles @ kv_lens)
+    return min(whole, max(_round_up(-(-work // division.slots)), division.min_chunk))
 
 
 def _round_up(keys: int) -> int:
