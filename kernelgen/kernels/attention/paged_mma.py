@@ -83,6 +83,7 @@ def supports(problem: PagedAttentionProblem, target: Target) -> Verdict:
         (p.num_q_heads <= _MAX_GRID_Y, f"{p.num_q_heads} query heads exceed {_MAX_GRID_Y}"),
         (p.rope_dim % 8 == 0 and 0 <= p.rope_dim < p.head_dim, f"rope_dim {p.rope_dim} is not a multiple of 8 below {p.head_dim}"),
         (p.rope_dim == 0 or p.num_kv_heads == 1, f"MLA has one latent head, got {p.num_kv_heads}"),
+        (p.rope_dtype in ("", p.kv_dtype), f"k_rope_cache of {p.rope_dtype} beside a latent cache of {p.kv_dtype}"),
         (p.kv_scales != "page" or p.kv_dtype in FP8, f"page scales need an fp8 cache, got {p.kv_dtype}"),
     )
 
@@ -195,7 +196,8 @@ def _scalars(problem: PagedAttentionProblem, t: PagedTensors) -> dict[str, int |
     left, right = (min(side if side is not None else _MAX_POSITION, _MAX_POSITION) for side in p.window)
     values |= {"window_left": left, "window_right": 0 if p.causal else right}
     values |= logit_scalars(p, float(t.scale), t.soft_cap) | {"v_factor": float(t.v_factor)}
-    values |= {"batch": p.batch, "num_q_heads": p.num_q_heads, "num_kv_heads": p.num_kv_heads, "group_size": p.group_size,
+    # The problem's counts are rounded up: the arrays say how many requests there are.
+    values |= {"batch": t.arrays.kv_lens.shape[0], "num_q_heads": p.num_q_heads, "num_kv_heads": p.num_kv_heads, "group_size": p.group_size,
                "page_size": p.page_size, "page_shift": p.page_size.bit_length() - 1}
     return values
 
