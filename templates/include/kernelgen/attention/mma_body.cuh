@@ -200,7 +200,8 @@ struct AttentionMma : AttentionShape<Options> {
         typename Shape::Scores scores;
         Gemm::multiply_keys(scores, q_registers, q_lane, k_tile + k_lane);
         Rule::apply(scores, p, work, first_key, first_key < last_row.first || first_key + kBlockK > first_row.last, scales);
-        Softmax<Shape>::step(scores, weights, output, maxima, sums, Rule::softmax_scale(p), scales + kBlockK * 4);
+        Softmax<Shape>::step(scores, weights, output, maxima, sums, Rule::softmax_scale(p), scales + kBlockK * 4,
+                             1.0f / Layout::value_reference(work));
       }
 
       if constexpr (!kStaged && kStages == 1) {

@@ -60,7 +60,7 @@ struct PagedLayout {
   __device__ static bool row_exists(const Work& work, int row) { return work.first_row + row < work.num_packed; }
   __device__ static bool is_partial(const Work& work) { return work.split; }
   __device__ static float value_reference(const Work& work) {
-    return Shape::kPageScales ? work.value_reference : 1.0f;
+    return Shape::kPageScales && is_same_v<T, fp16> ? work.value_reference : 1.0f;
   }
 
   // Keys of the chunk that the query may attend to by position.
@@ -138,7 +138,7 @@ struct PagedLayout {
   __device__ static float largest_value_scale(const Params& p, const Work& work) {
     if constexpr (is_same_v<T, fp16>) {
       float largest = 0.0f;
-      if (work.chunk.last > work.chunk.first) {
+      if (p.v_scale != nullptr && work.chunk.last > work.chunk.first) {
         const int first = place_of(p, work.chunk.first).page, last = place_of(p, work.chunk.last - 1).page;
         for (int page = first + lane_id(); page <= last; page += kWarpSize) {
           largest = fmaxf(largest, fabsf(p.v_scale[work.pages[page] * p.v_scale_batch + work.kv_head_ * p.v_scale_head]));
@@ -251,6 +251,13 @@ struct PagedLayout {
       advance(first_key);
     }
 
+    __device__ static void copy_scale(uint32_t target, const float* scales, int64_t index, bool valid) {
+      if (scales == nullptr) {
+        store_word(target, __float_as_uint(1.0f));
+      } else {
+        cp_async_4(target, scales + (valid ? index : 0), valid);
+      }
+    }
     // The scales of the tile's keys and values: the first lane of each row copies them.
     __device__ void load_scales(uint32_t scales, int rows) {
       using S = typename Pages::S;
@@ -259,10 +266,8 @@ struct PagedLayout {
         const int64_t page = next.of(step);
         const int row = static_cast<int>(S::row()) + step * S::kRowStep;
         if (S::unit() != 0 || row >= kBlockK) continue;
-        const float* k_scale = p.k_scale + (page * p.k_scale_batch + work.kv_head_ * p.k_scale_head);
-        const float* v_scale = p.v_scale + (page * p.v_scale_batch + work.kv_head_ * p.v_scale_head);
-        cp_async_4(scales + row * 4, k_scale, row < rows);
-        cp_async_4(scales + (kBlockK + row) * 4, v_scale, row < rows);
+        copy_scale(scales + row * 4, p.k_scale, page * p.k_scale_batch + work.kv_head_ * p.k_scale_head, row < rows);
+        copy_scale(scales + (kBlockK + row) * 4, p.v_scale, page * p.v_scale_batch + work.kv_head_ * p.v_scale_head, row < rows);
       }
     }
   };

@@ -14,7 +14,7 @@ struct Softmax {
   static constexpr int kValueTiles = Shape::kValueTiles;
 
   // One step: weights = 2^(score * scale - maximum), and sums and output follow. value_scales: shared address of a factor
-  // of each key's value (kPageScales), which the weights take along but the sums do not.
+  // of each key's value (kPageScales), which the weights take along, times value_unit, but the sums do not.
   //
   // The reference point (`maxima`, in base-2 exponents) follows the true maximum only when that has grown by more
   // than kRescaleSlack: most tiles then skip the pass over `output`. Exponentials stay below 2^kRescaleSlack, which
@@ -22,7 +22,8 @@ struct Softmax {
   static constexpr float kRescaleSlack = 8.0f;
   __device__ static void step(
       const typename Shape::Scores& scores, typename Shape::Weights& weights, typename Shape::Output& output,
-      float (&maxima)[kLaneRows], float (&sums)[kLaneRows], float scale, uint32_t value_scales) {
+      float (&maxima)[kLaneRows], float (&sums)[kLaneRows], float scale, uint32_t value_scales,
+      float value_unit) {
     float raised[kLaneRows];
     bool move = false;
 #pragma unroll
@@ -61,8 +62,8 @@ struct Softmax {
         sums[r] += even + odd;
         if constexpr (Shape::kPageScales) {
           const uint32_t address = value_scales + (8 * n + lane_id() % 4 * 2) * 4;
-          even *= __uint_as_float(load_word(address));
-          odd *= __uint_as_float(load_word(address + 4));
+          even *= __uint_as_float(load_word(address)) * value_unit;
+          odd *= __uint_as_float(load_word(address + 4)) * value_unit;
         }
         weights[r / 2][n / 2][n % 2 * 2 + r % 2] = pack_pair<T>(even, odd);
       }
