@@ -297,7 +297,8 @@ def bound(problem: AttentionProblem, tensors: AttentionTensors, config: prefill_
 
 
 FEATURES: dict[str, dict[str, Any]] = {
-    "alibi": {"alibi": True}, "sinks": {"sinks": True}, "mask": {"mask": "dense"}, "mask causal cap": {"mask": "dense", "causal": True, "soft_cap": True},
+    "alibi": {"alibi": True}, "sinks": {"sinks": True}, "mask": {"mask": "dense"},
+    "mask causal cap": {"mask": "dense", "causal": True, "soft_cap": True},
     "alibi sinks window": {"alibi": True, "sinks": True, "window": (50, 9)}, "variant": {"variant": RelativeBias(), "sinks": True},
     "everything": {"variant": RelativeBias(), "alibi": True, "mask": "dense", "soft_cap": True, "causal": True, "sinks": True},
 }

@@ -144,8 +144,7 @@ def legal_common(problem: Problem, shared_limit: int, config: Config, target: An
 def options(problem: Problem, config: Config, **layout: Any) -> dict[str, Any]:
     """Parameters of templates/attention/mma_options.cuh.jinja; ``layout`` adds or replaces what one kernel has."""
     p, c = problem, config
-    paged = isinstance(p, PagedAttentionProblem)
-    page_scales = paged and p.kv_scales == "page"
+    page_scales = isinstance(p, PagedAttentionProblem) and p.kv_scales == "page"
     values: dict[str, Any] = {
         "element": element_of(p), "query_element": p.q_dtype, "key_element": p.kv_dtype,
         "head_dim": p.head_dim, "head_dim_v": p.head_dim_v, "rope_dim": 0, "ragged": False, "kv_lens": False,

@@ -65,7 +65,7 @@ def plan_on_device(
         raise SettingsError("query lengths: got them on the device without bounds, expected them on the host, or "
                             "cuda_graph_bounds with max_q_tokens; the number of query rows sizes the launch")
     if arrays is None:
-        arrays = _make_arrays(table.batch, max_rows, max_keys, pages, shape, device)
+        arrays = _make_arrays(batch, max_rows, max_keys, pages, shape, device)
     elif arrays.page_indices.data_ptr() != pages.data_ptr():
         arrays.page_indices[: pages.shape[0]].copy_(pages)
     _fill(batch, shape, device, arrays, max_rows, max_keys)
@@ -78,19 +78,31 @@ def _most_keys(table: PageTable, num_pages: int) -> int:
     return min(width * table.page_size, 2**31 - 1)
 
 
+def _most_items(batch: Batch, max_rows: int, max_keys: int, num_pages: int, shape: Shape) -> int:
+    """A bound on the items of any lengths that the table has room for."""
+    division = shape.division
+    assert division is not None, "only a kernel that reads items is planned on the device"
+    tiles = -(-max_rows * shape.group_size // division.block_rows) + batch.table.batch
+    items = item_bound(tiles, max_keys, division)
+    if division.fixed_chunk:
+        # However the pages are shared out, each chunk of them is walked by at most one request's tiles.
+        widest = -(-(max_rows if batch.max_q is None else batch.max_q) * shape.group_size // division.block_rows)
+        items = min(items, tiles + widest * -(-num_pages * batch.table.page_size // division.fixed_chunk))
+    return items
+
+
 def _make_arrays(
-    batch: int, max_rows: int, max_keys: int, pages: torch.Tensor, shape: Shape, device: torch.device,
+    batch: Batch, max_rows: int, max_keys: int, pages: torch.Tensor, shape: Shape, device: torch.device,
 ) -> PlanArrays:
     from kernelgen.ops.planning import workspace
 
-    division = shape.division
-    assert division is not None, "only a kernel that reads items is planned on the device"
-    tiles = -(-max_rows * shape.group_size // division.block_rows) + batch
-    items = item_bound(tiles, max_keys, division)
+    division, size = shape.division, batch.table.batch
+    assert division is not None
+    items = _most_items(batch, max_rows, max_keys, pages.shape[0], shape)
     split = max_keys > (division.fixed_chunk or division.min_chunk)
     partial = workspace(items, shape, device) if split else (None, None)
-    ints = torch.empty(4 * batch + 3, dtype=torch.int32, device=device).split((batch + 1, batch, batch, batch + 1, 1))
-    mask = torch.empty(batch + 1, dtype=torch.int64, device=device) if shape.mask else None
+    ints = torch.empty(4 * size + 3, dtype=torch.int32, device=device).split((size + 1, size, size, size + 1, 1))
+    mask = torch.empty(size + 1, dtype=torch.int64, device=device) if shape.mask else None
     q_indptr, kv_lens, page_begin, item_indptr, chunk = ints
     return PlanArrays(q_indptr, kv_lens, page_begin, item_indptr, chunk, pages, mask, *partial, items)
 

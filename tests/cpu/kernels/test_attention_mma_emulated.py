@@ -48,7 +48,7 @@ def folder() -> Path:
 def test_planned(name: str, folder: Path) -> None:
     planned, config = CASES[name]
     for lazy in (False, True):
-        run_planned(planned, paged_mma.FAMILY, config, TARGET, lambda spec: EmulatedKernel(spec, folder, lazy, seed=planned.seed))
+        run_planned(planned, paged_mma.FAMILY, config, TARGET, lambda spec, lazy=lazy: EmulatedKernel(spec, folder, lazy, planned.seed))
 
 
 def test_offsets_beyond_2_to_the_31_elements(folder: Path) -> None:
@@ -105,7 +105,7 @@ def test_dense(features: dict[str, Any], dtypes: tuple[str, str], folder: Path) 
 def test_device_plan_equals_the_host_plan(count: int, division: Division, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seed = seed_of("device plan", count)
     q_lens, kv_lens = random_lengths(count, 9, seed=seed), random_lengths(count, 3000, seed=seed + 1)
-    shape, page = Shape(3, 2, 64, True, division), 16
+    shape, page, cpu = Shape(3, 1, 8, True, division), 16, torch.device("cpu")
     kernel = EmulatedKernel(plan_cuda.spec(TARGET), folder)
     monkeypatch.setattr(plan_cuda, "_launch", lambda index: kernel.prepare(index, grid=(1, 1, 1), block=(plan_cuda.THREADS, 1, 1)))
     pages = [-(-n // page) for n in kv_lens]
@@ -113,7 +113,7 @@ def test_device_plan_equals_the_host_plan(count: int, division: Division, folder
     for table in (PageTable.from_blocks(torch.zeros(count, 200, dtype=torch.int32), torch.tensor(kv_lens), page),
                   PageTable.from_csr(cu_seqlens(pages), torch.zeros(sum(pages), dtype=torch.int32), torch.tensor(last), page)):
         batch = read_batch(table, cu_seqlens(q_lens))
-        host, device = make_arrays(batch, shape, torch.device("cpu")), plan_cuda.plan_on_device(batch, shape, torch.device("cpu"), None, None)
+        host, device = make_arrays(batch, shape, cpu), plan_cuda.plan_on_device(batch, shape, cpu, None, None)
         for name in ("q_indptr", "kv_lens", "page_begin", "item_indptr", "chunk", "mask_indptr"):
             assert torch.equal(getattr(device, name), getattr(host, name)), name
         assert device.num_items >= int(device.item_indptr[-1])

@@ -39,9 +39,11 @@ def tuned_specs(arch: str) -> list[KernelSpec]:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_coverage_compiles(arch: str) -> None:
+    """All of it for the oldest chip and for the least shared memory; the source has no instruction of one chip only, so a
+    third of it for the others."""
     target = Target.parse(arch)
     fitting = [(p, c) for p, c in paged_mma.coverage() if c is None or paged_mma.legal(p, target, c)]
-    specs = covered(replace(paged_mma.FAMILY, coverage=lambda: fitting), target)
+    specs = covered(replace(paged_mma.FAMILY, coverage=lambda: fitting), target)[:: 1 if arch in ("sm_80", "sm_120") else 3]
     for name, report in compiled([*dict.fromkeys(specs), plan_cuda.spec(target)]).items():
         assert report["registers"] <= 255, name
 

@@ -98,7 +98,8 @@ def test_batch_invariant_config_ignores_the_batch() -> None:
 @pytest.mark.parametrize("change, words", [
     ({"q_dtype": "fp32", "kv_dtype": "fp32", "out_dtype": "fp32"}, "fp32"), ({"kv_dtype": "fp16"}, "fp16"),
     ({"head_dim": 65}, "65"), ({"head_dim": 520}, "520"), ({"variant": "mine"}, "variant mine"), ({"block_mask": True}, "block_mask"),
-    ({"out_dtype": "fp16"}, "out dtype fp16"), ({"alignment": 1}, "alignment 1"), ({"requires_grad": True}, "requires_grad"), ({"batch": 70000}, "70000"),
+    ({"out_dtype": "fp16"}, "out dtype fp16"), ({"alignment": 1}, "alignment 1"),
+    ({"requires_grad": True}, "requires_grad"), ({"batch": 70000}, "70000"),
     ({"num_q_heads": 30}, "30 query heads"), ({"seq_k": 2**30}, str(2**30)),
 ])
 def test_refusals_name_the_value(change: dict[str, Any], words: str) -> None:
