@@ -180,7 +180,7 @@ def test_run_errors() -> None:
 def test_explain_paged_attention() -> None:
     table = PageTable.from_blocks(torch.zeros(4, 64, dtype=torch.int32), [1024] * 4, 16)
     decision = kernelgen.explain("paged_attention", table, num_q_heads=32, num_kv_heads=8, head_dim=128, target="sm_90a")
-    assert decision.chosen is not None and decision.chosen.backend == "reference"
+    assert decision.chosen is not None and decision.chosen.backend == "generated"
     assert str(decision.problem) == "paged_attention[b=4 hq=32 hkv=8 tq=4 tkv=4096 d=128 bf16 page=16 blocks NHD causal]"
 
 

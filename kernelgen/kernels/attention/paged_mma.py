@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from kernelgen.errors import NoBackendError
@@ -219,9 +220,15 @@ def bind(problem: PagedAttentionProblem, config: Config, kernel: Any, tensors: P
     pack = PARAMS.pointer_packer.pack
     shared, block = shared_memory_of(problem, config), (config.threads, 1, 1)
     parts = problem.num_kv_heads * config.value_splits
-    merge = kernel.entry(MERGE_ENTRY).prepare(device, grid=_merge_grid(problem, tensors.q.shape[0]), block=(MERGE_THREADS, 1, 1))
+    merge_grid = _merge_grid(problem, tensors.q.shape[0])
     launches: dict[int, Callable[[bytes], None]] = {}
     has_lse = problem.return_lse
+
+    @cache
+    def merge() -> Callable[[bytes], None]:
+        """The second stage, loaded when a call first splits."""
+        launch: Callable[[bytes], None] = kernel.entry(MERGE_ENTRY).prepare(device, grid=merge_grid, block=(MERGE_THREADS, 1, 1))
+        return launch
 
     def launch_of(items: int) -> Callable[[bytes], None]:
         launch = launches.get(items)
@@ -241,7 +248,7 @@ def bind(problem: PagedAttentionProblem, config: Config, kernel: Any, tensors: P
         ) + scalars
         launch_of(a.num_items)(params)
         if a.partial_out is not None:
-            merge(params)
+            merge()(params)
 
     return run
 
