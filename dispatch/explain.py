@@ -24,6 +24,9 @@ _OPS = {
     "route": "kernelgen.ops.moe:explain_route",
     "mla": "kernelgen.ops.mla:explain_mla",
     "paged_attention": "kernelgen.ops.paged:explain_paged_attention",
+    "append_kv": "kernelgen.ops.append:explain_append_kv",
+    "rope": "kernelgen.ops.rope:explain_rope",
+    "merge_states": "kernelgen.ops.merge:explain_merge_states",
 }
 OPS = tuple(_OPS)
 

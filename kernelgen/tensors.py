@@ -94,7 +94,6 @@ class GemmTensors(NamedTuple):
     beta: float = 1.0
     scale_a: torch.Tensor | None = None
     scale_b: torch.Tensor | None = None
-    out_scale: torch.Tensor | None = None
 
 
 class RmsNormTensors(NamedTuple):

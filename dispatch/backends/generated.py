@@ -50,7 +50,8 @@ class Generated(Backend):
             found = True
             verdict = family.supports(problem, target)
             if verdict and getattr(problem, "requires_grad", False):
-                verdict = no("no generated kernel has a backward in this release; call under torch.no_grad() or take torch")
+                verdict = no("a gradient is asked for, or torch traces or transforms the call: no generated kernel has a backward in "
+                             "this release, and torch does not see one run; call under torch.no_grad(), outside of transforms")
             config = next(iter(family.candidates(problem, target)), None) if verdict else None
             if verdict and config is None:
                 verdict = no(f"no legal config for {problem} on {target}")

@@ -42,11 +42,11 @@ def _gemm(problem: Any, t: Any) -> Any:
 
     result = reference.gemm(
         t.a, t.b if problem.batched_b else t.b[0], bias=t.bias, activation=problem.activation, gate_up=problem.gate_up,
-        c=t.c, beta=t.beta, scale_a=t.scale_a, scale_b=t.scale_b,
+        c=t.c, beta=t.beta, scale_a=t.scale_a, scale_b=t.scale_b, out_scale=problem.out_scale,
+        out_dtype=t.out.dtype if problem.out_scale else None,
     )
     if isinstance(result, tuple):
-        result, scale = result
-        t.out_scale.copy_(scale)
+        return result
     if problem.requires_grad:
         return result.to(t.out.dtype)
     t.out.copy_(result)
@@ -72,8 +72,11 @@ def _silu_and_mul(problem: Any, t: Any) -> None:
 _RUN: dict[str, Callable[[Any, Any], Any]] = {
     "attention": _attention, "gemm": _gemm, "rmsnorm": _rmsnorm, "silu_and_mul": _silu_and_mul,
 }
-# Ops that only the oracle runs in this release live beside their public function, which registers itself here.
-_LATER = {"moe": "kernelgen.ops.moe", "route": "kernelgen.ops.moe", "paged_attention": "kernelgen.ops.paged"}
+# Ops whose call of the oracle lives beside their public function.
+_LATER = {
+    "append": "kernelgen.ops.append", "merge_states": "kernelgen.ops.merge", "moe": "kernelgen.ops.moe", "route": "kernelgen.ops.moe",
+    "paged_attention": "kernelgen.ops.paged", "rope": "kernelgen.ops.rope",
+}
 
 
 class Reference(Backend):

@@ -65,8 +65,24 @@ def _rows(o: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     return [x], {}
 
 
+def _rope(o: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    q = _dims(o["q"])
+    if q is None or len(q) < 2:
+        raise ShapeError("rope needs --q T,HQ,D, e.g. --q 512,32,128 --kv-heads 8")
+    heads = q[-2] if o["kv_heads"] is None else o["kv_heads"]
+    return [q, (*q[:-2], heads, q[-1])], {}
+
+
+def _append_kv(o: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    k = _dims(o["k"])
+    if k is None or len(k) != 3:
+        raise ShapeError("append_kv needs --k T,HKV,D, e.g. --k 512,8,128 (into pages of 16, NHD)")
+    return [(1, 2, 16, *k[1:]), k, k], {}
+
+
 _ARGUMENTS: dict[str, Callable[[dict[str, Any]], tuple[list[Any], dict[str, Any]]]] = {
     "attention": _attention, "attention_varlen": _attention, "gemm": _gemm, "rmsnorm": _rows, "silu_and_mul": _rows,
+    "rope": _rope, "append_kv": _append_kv,
 }
 _OPTIONS = [
     click.argument("op", type=click.Choice(list(_ARGUMENTS))),

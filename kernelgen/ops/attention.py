@@ -11,6 +11,7 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DtypeError, SettingsError, ShapeError
+from kernelgen.guard import ORDINARY, check_backend, check_flags, check_required, needs_torch, watched
 from kernelgen.ops.checks import (
     check_dim,
     check_last_contiguous,
@@ -24,11 +25,12 @@ from kernelgen.ops.checks import (
     shape_text,
 )
 from kernelgen.ops.memo import layout_of, new_memo, remember
+from kernelgen.ops.page_table import check_starts
 from kernelgen.ops.scales import Scale, head_scale, split_numbers
 from kernelgen.ops.variants import bind_words, trace_or_name
 from kernelgen.problems.attention import AttentionProblem
 from kernelgen.problems.common import alignment_of
-from kernelgen.reference.masks import check_alibi, dense_mask
+from kernelgen.settings import settings
 from kernelgen.targets import Target, target_of
 from kernelgen.tensors import AttentionTensors
 
@@ -55,7 +57,7 @@ def attention(
     Positions align at the bottom right: query i stands at i + Sk - Sq. ``causal`` sees keys up to its position;
     ``window=(left, right)`` counts keys, inclusive, None = unbounded. ``scale`` defaults to D ** -0.5; ``soft_cap``:
     s = cap * tanh(s / cap). ``kv_lens`` (B) int32: only that prefix of the keys is in use. A row that may attend to
-    nothing gives 0 and LSE -inf.
+    nothing gives 0 and LSE -inf. ``out`` and ``lse`` must not overlap anything else. KERNELGEN_CHECK=1 looks at index values.
 
     Raises ShapeError, DtypeError, DeviceError, LayoutError, SettingsError; NoBackendError with the table of reasons;
     CompileError. Source of the online softmax: Milakov and Gimelshein 2018; of the tiling: Dao et al. 2022.
@@ -65,18 +67,26 @@ def attention(
         scale = number("scale", scale)
     if soft_cap is not None and type(soft_cap) is not float:
         soft_cap = number("soft_cap", soft_cap)
-    if isinstance(window, list):
-        window = check_window(window)  # the key below needs a tuple
+    if window is not None:
+        window = check_window(window)
+    if not (type(causal) is type(return_lse) is type(deterministic) is type(batch_invariant) is bool and type(backend) is str):
+        check_flags(causal=causal, return_lse=return_lse, deterministic=deterministic, batch_invariant=batch_invariant)
+        check_backend(backend)
     # The plain call, with none of the rarer tensors: one look-up by everything that could change the prepared call.
     plain = (alibi_slopes is None and sinks is None and mask is None and block_mask is None and variant is None
              and kv_lens is None and q_scale is None and k_scale is None and v_scale is None
-             and isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor))
+             and type(q) in ORDINARY and type(k) in ORDINARY and type(v) in ORDINARY and not watched()
+             and q.layout == k.layout == v.layout == torch.strided)
     key: Any = None
+    if plain:
+        address_q, address_k, address_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        # Nothing there, or not as it seems: the long way looks closer.
+        plain = bool(address_q and address_k and address_v) and not (q.is_neg() or k.is_neg() or v.is_neg())
     if plain:
         grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         key = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-            (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15, causal, window, scale, soft_cap, return_lse, deterministic,
+            (address_q | address_k | address_v) & 15, causal, window, scale, soft_cap, return_lse, deterministic,
             batch_invariant, backend, grad,
         )
         if out is not None or lse is not None:
@@ -131,6 +141,11 @@ def attention_varlen(
     ``max_seqlen_*`` are hints that nothing needs. Rows past the last request are left unwritten.
     Everything else, and the errors, as in :func:`attention`.
     """
+    check_backend(backend)
+    check_flags(causal=causal, return_lse=return_lse, deterministic=deterministic, batch_invariant=batch_invariant)
+    for name, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if starts is None:
+            raise ShapeError(f"{name}: got None, expected int32 starts (B + 1) of the requests: both are needed")
     features = Features(
         causal, window, scale, soft_cap, alibi_slopes, sinks, mask, block_mask, variant, kv_lens, q_scale, k_scale, v_scale, return_lse,
         deterministic, batch_invariant,
@@ -176,7 +191,7 @@ def _call(
 ) -> Any:
     """A call with any feature; a repeated one is found by the layout of every tensor and the value of everything else."""
     key: Any = None
-    if f.variant is None and f.block_mask is None:
+    if f.variant is None and f.block_mask is None and not watched():
         tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse)
         grad = torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in (q, k, v, f.sinks, f.alibi_slopes))
         window = tuple(f.window) if isinstance(f.window, list) else f.window
@@ -201,6 +216,8 @@ def _describe(
     f: Features, out: torch.Tensor | None, lse: torch.Tensor | None, backend: str,
 ) -> tuple[AttentionProblem, AttentionTensors]:
     """Check everything, allocate outputs, and describe the call."""
+    check_required(q=q, k=k, v=v)
+    check_flags(causal=f.causal, return_lse=f.return_lse, deterministic=f.deterministic, batch_invariant=f.batch_invariant)
     check_tensors(q=q, k=k, v=v, out=out, lse=lse, alibi_slopes=f.alibi_slopes, sinks=f.sinks, mask=f.mask)
     ragged = cu_seqlens_q is not None or cu_seqlens_k is not None
     rank, form = (3, "(T, H, D)") if ragged else (4, "(B, S, H, D)")
@@ -220,8 +237,11 @@ def _describe(
     if f.kv_lens is not None:
         index_tensor("kv_lens", f.kv_lens, batch, q.device)
     _check_features(f, batch, hq)
+    _check_masks(f.mask, f.block_mask, f.variant, (batch, hq, seq_q, seq_k), ragged)
+    if settings().check:
+        _check_contents(cu_seqlens_q, cu_seqlens_k, f.kv_lens, seq_q, seq_k)
     window = check_window(f.window)
-    grad = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in (q, k, v, f.sinks, f.alibi_slopes))
+    grad = needs_torch(q, k, v, f.sinks, f.alibi_slopes)
     if grad:
         check_no_output_with_grad(out=out, lse=lse)
     out_dtype = torch.bfloat16 if q.dtype in _FP8 else q.dtype
@@ -236,8 +256,8 @@ def _describe(
         layout="ragged" if ragged else "dense", batch=batch, seq_q=seq_q, seq_k=seq_k, num_q_heads=hq, num_kv_heads=hkv,
         head_dim=d, head_dim_v=dv, q_dtype=dtype_name(q.dtype), kv_dtype=dtype_name(k.dtype), out_dtype=dtype_name(out_dtype),
         causal=bool(f.causal), window=window, soft_cap=bool(f.soft_cap), alibi=f.alibi_slopes is not None, sinks=f.sinks is not None,
-        mask=_mask_kind(f.mask, ragged), variant=trace_or_name(f.variant, backend), block_mask=f.block_mask is not None,
-        kv_lens=f.kv_lens is not None,
+        mask=_mask_kind(f.mask, ragged), variant=trace_or_name(f.variant, backend, tensors.lse is not None),
+        block_mask=f.block_mask is not None, kv_lens=f.kv_lens is not None,
         scales="tensor" if any(isinstance(s, torch.Tensor) for s in given) else "number" if given else None,
         return_lse=tensors.lse is not None, requires_grad=grad, deterministic=f.deterministic, batch_invariant=f.batch_invariant,
         alignment=alignment_of(q, k, v, tensors.out),
@@ -264,6 +284,8 @@ def _gather(
         sizes = cu_q.diff().to(torch.int64) * (cu_k.diff() if kv_lens is None else kv_lens)
         mask_indptr = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
     elif mask is not None:
+        from kernelgen.reference.masks import dense_mask  # the oracles are no part of `import kernelgen`
+
         mask = dense_mask(mask, (batch, hq, q.shape[1], k.shape[1])).expand(batch, hq, q.shape[1], k.shape[1])
     scale = q.shape[-1] ** -0.5 if f.scale is None else number("scale", f.scale)
     logit_factor, v_factor, _ = split_numbers(f.q_scale, f.k_scale, f.v_scale)
@@ -280,8 +302,14 @@ def _check_features(f: Features, batch: int, num_heads: int) -> None:
         number("scale", f.scale)
     soft_cap = None if f.soft_cap is None else number("soft_cap", f.soft_cap)
     if soft_cap is not None and not 0 <= soft_cap < math.inf:
-        raise SettingsError(f"soft_cap: got {soft_cap}, expected a finite number above 0, or None for no cap")
+        raise SettingsError(f"soft_cap: got {soft_cap}, expected a finite number above 0, or None or 0 for no cap")
+    for name in ("q_scale", "k_scale", "v_scale"):
+        value = getattr(f, name)
+        if value is not None and not isinstance(value, torch.Tensor):
+            number(name, value)
     if f.alibi_slopes is not None:
+        from kernelgen.reference.masks import check_alibi
+
         check_alibi(f.alibi_slopes, batch, num_heads)
     if f.sinks is not None and (tuple(f.sinks.shape) != (num_heads,) or f.sinks.dtype not in (torch.float32, torch.float64)):
         raise ShapeError(f"sinks: got {f.sinks.dtype} {shape_text(f.sinks)}, expected float32 (Hq) = ({num_heads})")
@@ -327,6 +355,31 @@ def check_window(window: Any) -> Window:
         if side is not None and (isinstance(side, bool) or not isinstance(side, int) or side < 0):
             raise SettingsError(f"window: got {window!r}, expected whole numbers of keys >= 0, or None for an unbounded side")
     return (window[0], window[1])
+
+
+def _check_masks(mask: Any, block_mask: Any, variant: Any, shape: tuple[int, int, int, int], ragged: bool) -> None:
+    if mask is not None and not ragged and mask.dtype == torch.bool:
+        from kernelgen.reference.masks import dense_mask
+
+        dense_mask(mask, shape)
+    needed = {"block_mask": ("kv_counts", "kv_indices", "block_size"), "variant": ("score", "mask")}
+    for name, value in (("block_mask", block_mask), ("variant", variant)):
+        if value is not None and not all(hasattr(value, field) for field in needed[name]):
+            raise DtypeError(f"{name}: got {type(value).__name__}, expected an object with {', '.join(needed[name])}")
+
+
+def _check_contents(cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, kv_lens: torch.Tensor | None, seq_q: int, seq_k: int) -> None:
+    """Index values, under KERNELGEN_CHECK=1: it waits for the device. Raises ShapeError."""
+    capacity: Any = seq_k
+    for name, starts, total in (("cu_seqlens_q", cu_q, seq_q), ("cu_seqlens_k", cu_k, seq_k)):
+        if starts is not None:
+            check_starts(name, starts.cpu(), total, f"the rows of {name[-1]}")
+            capacity = starts.diff().cpu()
+    if kv_lens is not None:
+        lens = kv_lens.cpu()
+        bad = ((lens < 0) | (lens > capacity)).nonzero().flatten().tolist()
+        if bad:
+            raise ShapeError(f"kv_lens: got {int(lens[bad[0]])} for request {bad[0]}, expected 0 to the keys that it has")
 
 
 def _mask_kind(mask: torch.Tensor | None, ragged: bool) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernelgen.errors import DeviceError, DtypeError, LayoutError, SettingsError, ShapeError
+from kernelgen.guard import check_memory
 
 
 def shape_text(t: torch.Tensor) -> str:
@@ -24,6 +25,7 @@ def check_tensors(**tensors: torch.Tensor | None) -> None:
             device, first = t.device, name
         elif t.device != device:
             raise DeviceError(f"{name} is on {t.device} and {first} on {device}, expected one device; move one with .to()")
+        check_memory(name, t)
 
 
 def check_last_contiguous(**tensors: torch.Tensor | None) -> None:
@@ -59,9 +61,12 @@ def check_output(name: str, t: torch.Tensor, shape: tuple[int, ...], dtype: torc
     if t.device != device:
         raise DeviceError(f"{name} is on {t.device}, expected {device}")
     check_last_contiguous(**{name: t})
-    for extent, stride in zip(t.shape, t.stride()):
-        if extent > 1 and stride == 0:
-            raise LayoutError(f"{name}: got stride 0 (an expanded tensor), expected memory of its own for every element")
+    reach = 0  # elements between the first and the last of what smaller strides span
+    for stride, extent in sorted((stride, extent) for extent, stride in zip(t.shape, t.stride()) if extent > 1):
+        if stride <= reach:
+            raise LayoutError(f"{name}: got strides {t.stride()} of {shape_text(t)}, in which elements share memory, expected memory of "
+                              "its own for every element")
+        reach += stride * (extent - 1)
 
 
 def index_tensor(name: str, t: torch.Tensor, length: int | None, device: torch.device) -> torch.Tensor:
@@ -74,6 +79,8 @@ def index_tensor(name: str, t: torch.Tensor, length: int | None, device: torch.d
         raise ShapeError(f"{name}: got shape {shape_text(t)}, expected ({'n' if length is None else length})")
     if t.device != device:
         raise DeviceError(f"{name} is on {t.device}, expected {device}, the device of q; move it with .to()")
+    if t.dtype == torch.int64 and t.device.type == "cpu" and t.numel() and not -(2**31) <= int(t.min()) <= int(t.max()) < 2**31:
+        raise ShapeError(f"{name}: got values from {int(t.min())} to {int(t.max())}, expected ones that an int32 holds")
     return t.to(torch.int32).contiguous()
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from kernelgen.guard import ORDINARY
+
 # Signatures kept per op. A server whose lengths change with every call would grow it for ever; clearing costs one
 # dispatch of about 100 us per live signature.
 LIMIT = 4096
@@ -21,6 +23,8 @@ def new_memo() -> dict[Hashable, Any]:
 
 
 def remember(memo: dict[Hashable, Any], key: Hashable, call: Any) -> None:
+    if unusual(key):
+        return
     if len(memo) >= LIMIT:
         memo.clear()
     memo[key] = call
@@ -33,5 +37,24 @@ def forget_calls() -> None:
 
 
 def layout_of(t: Any) -> Hashable:
-    """What of an optional tensor decides a prepared call. A thing that is no tensor has none and is refused later."""
-    return (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15) if isinstance(t, torch.Tensor) else None
+    """What of an optional tensor decides a prepared call; None for none.
+
+    Anything unusual (no tensor, no memory, a subclass, a lazily negated view) gets a form of its own: no call with it is
+    ever remembered, so it takes the long way and is checked there.
+    """
+    if t is None:
+        return None
+    if type(t) not in ORDINARY or t.layout != torch.strided:
+        return (_UNUSUAL, type(t))
+    address = t.data_ptr()
+    if (address == 0 and t.numel()) or t.is_neg():
+        return (_UNUSUAL, address)
+    return (t.shape, t.stride(), t.dtype, t.device, address & 15)
+
+
+_UNUSUAL = object()
+
+
+def unusual(key: Any) -> bool:
+    """Whether a key holds a form of :func:`layout_of` that must not be remembered."""
+    return key is _UNUSUAL or (type(key) is tuple and any(unusual(part) for part in key))

@@ -116,7 +116,7 @@ class MLAPlan:
         first = gather(q_nope, q_rope, ckv_cache, k_rope_cache, k_scale, out, lse)
         assert first.k_rope_cache is not None
         problem = replace(
-            p, return_lse=with_lse, kv_scales=p.kv_scales if first.k_scale is not None else None,
+            p, return_lse=with_lse, out_dtype=dtype_name(first.out.dtype), kv_scales=p.kv_scales if first.k_scale is not None else None,
             rope_dtype=dtype_name(first.k_rope_cache.dtype),
             alignment=alignment_of(first.q, first.q_rope, first.k_cache, first.k_rope_cache, first.out),
         )

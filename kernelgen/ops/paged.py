@@ -23,7 +23,6 @@ from kernelgen.ops.variants import bind_words, trace_or_name
 from kernelgen.problems.common import alignment_of
 from kernelgen.problems.paged import PagedAttentionProblem
 from kernelgen.reference.checks import check_option
-from kernelgen.reference.masks import Variant
 from kernelgen.reference.paged import split_cache
 from kernelgen.reference.rotation import rotate
 from kernelgen.settings import settings
@@ -126,12 +125,14 @@ class AttentionPlan:
         if lse is not None:
             check_output("lse", lse, shape[:2], torch.float32, q.device)
         with_lse = return_lse or lse is not None
+        if with_lse and getattr(self.variant, "normalization", "softmax") == "none":
+            raise SettingsError("return_lse: got True with a variant of normalization 'none', expected False: there is no softmax")
         batch, pages, kind = self._state.arrays.kv_lens.shape[0], k_cache.shape[0], p.kv_scales
         if alibi_slopes is not None:
             _check_alibi(alibi_slopes, batch, p.num_q_heads)
         logit_factor, v_factor, tensors = split_numbers(q_scale, k_scale, v_scale)
         scale, rotation, variant = self.scale * logit_factor, self.rotation, _with_arguments(self.variant, variant_args)
-        words = None if p.variant is None or isinstance(p.variant, str) else bind_words(variant, p.variant, q.device)
+        words = bind_words(variant, p.variant, q.device)
 
         def seen(name: str, value: Scale | None) -> torch.Tensor | None:
             if kind == "page":
@@ -163,7 +164,7 @@ class AttentionPlan:
 
         first = gather(self._state.arrays, q, kv_cache, alibi_slopes, sinks, mask, q_scale, k_scale, v_scale, out, lse)
         problem = replace(
-            p, q_scale=first.q_scale is not None, return_lse=with_lse,
+            p, q_scale=first.q_scale is not None, return_lse=with_lse, out_dtype=dtype_name(first.out.dtype),
             kv_scales=p.kv_scales if first.k_scale is not None or first.v_scale is not None else None,
             alignment=alignment_of(first.q, first.k_cache, first.v_cache, first.out),
         )
@@ -484,7 +485,7 @@ def _with_arguments(variant: Any, arguments: Mapping[str, Any] | None) -> Any:
         raise SettingsError(f"variant_args: got {', '.join(unknown)}, expected names out of "
                             f"{', '.join([*variant.tensors, *variant.scalars]) or 'an empty list'}")
     tensors, scalars = ({n: arguments.get(n, v) for n, v in values.items()} for values in (variant.tensors, variant.scalars))
-    return Variant(variant.score, variant.mask, tensors, scalars)
+    return replace(variant, tensors=tensors, scalars=scalars)
 
 
 def _check_alibi(slopes: torch.Tensor, batch: int, heads: int) -> None:

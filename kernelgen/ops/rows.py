@@ -9,8 +9,9 @@ import torch
 from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
-from kernelgen.errors import LayoutError, ShapeError
-from kernelgen.ops.checks import check_last_contiguous, check_no_output_with_grad, check_output, check_tensors, shape_text
+from kernelgen.errors import LayoutError, SettingsError, ShapeError
+from kernelgen.guard import check_backend, check_required, needs_torch
+from kernelgen.ops.checks import check_last_contiguous, check_no_output_with_grad, check_output, check_tensors, number, shape_text
 from kernelgen.problems.common import alignment_of
 from kernelgen.problems.rows import RmsNormProblem, SiluAndMulProblem
 from kernelgen.targets import Target, target_of
@@ -24,8 +25,10 @@ def rmsnorm(
     """x / sqrt(mean(x ** 2) + eps) * weight over the last dimension, computed in float32 (Zhang and Sennrich 2019).
 
     x (.., H), weight (H). With ``residual`` (shape of x) x + residual is written back to residual and normalised.
-    Returns (.., H) in x's dtype. Raises ShapeError, DtypeError, DeviceError, LayoutError, NoBackendError.
+    Returns (.., H) in x's dtype. ``out`` may be x itself, and must not overlap anything else.
+    Raises ShapeError, DtypeError, DeviceError, LayoutError, SettingsError, NoBackendError.
     """
+    check_backend(backend)
     problem, tensors = _describe_rmsnorm(x, weight, eps, residual, out)
     _, run = prepare(problem, target_of(x.device), backend, tensors)
     run(tensors)
@@ -37,6 +40,7 @@ def silu_and_mul(x: torch.Tensor, *, out: torch.Tensor | None = None, backend: s
 
     Raises ShapeError for an odd last dimension, DtypeError, DeviceError, LayoutError, NoBackendError.
     """
+    check_backend(backend)
     problem, tensors = _describe_silu(x, out)
     _, run = prepare(problem, target_of(x.device), backend, tensors)
     run(tensors)
@@ -85,10 +89,16 @@ def _output(x: torch.Tensor, out: torch.Tensor | None, rows: int, width: int) ->
 def _describe_rmsnorm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, out: torch.Tensor | None,
 ) -> tuple[RmsNormProblem, RmsNormTensors]:
+    check_required(x=x, weight=weight)
     check_tensors(x=x, weight=weight, residual=residual, out=out)
+    eps = number("eps", eps)
+    if not eps >= 0:
+        raise SettingsError(f"eps: got {eps}, expected a number >= 0")
+    if residual is not None and out is not None and residual.data_ptr() == out.data_ptr() and out.numel():
+        raise LayoutError("got one tensor as residual and out, expected two: both are written; leave out= away")
     flat = _rows("x", x, copy=True)
     rows, width = flat.shape
-    grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, residual))
+    grad = needs_torch(x, weight, residual)
     if grad:
         check_no_output_with_grad(out=out, residual=residual)
     if tuple(weight.shape) != (width,):
@@ -105,10 +115,11 @@ def _describe_rmsnorm(
 
 
 def _describe_silu(x: torch.Tensor, out: torch.Tensor | None) -> tuple[SiluAndMulProblem, SiluAndMulTensors]:
+    check_required(x=x)
     check_tensors(x=x, out=out)
     flat = _rows("x", x, copy=True)
     rows, double = flat.shape
-    grad = torch.is_grad_enabled() and x.requires_grad
+    grad = needs_torch(x)
     if grad:
         check_no_output_with_grad(out=out)
     if double % 2:

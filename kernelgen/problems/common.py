@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from kernelgen.guard import address_of
+
 
 def alignment_of(*tensors: torch.Tensor | None) -> int:
     """Largest power of two up to 16 dividing every base address and every stride but the last, in bytes.
@@ -14,7 +16,7 @@ def alignment_of(*tensors: torch.Tensor | None) -> int:
     for t in tensors:
         if t is None:
             continue
-        bits |= t.data_ptr()
+        bits |= address_of(t)
         size = t.element_size()
         for extent, stride in zip(t.shape[:-1], t.stride()[:-1]):
             if extent > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from kernelgen.problems.common import flag_words
 
@@ -19,6 +20,7 @@ class PagedAttentionProblem:
     q_dtype, kv_dtype   kernelgen dtype names; an fp8 query gives a bfloat16 output unless run is given another ``out``
     kv_layout     "NHD" or "HND"
     window        (left, right), None = unbounded side
+    variant       None, a TracedVariant, or the name of one that only the eager oracle can run
     mask          None, "dense" (flat bool) or "packed" (bits)
     kv_scales     None, "tensor", "head", "request_head" or "page"
     rotation      a Hadamard rotation of the cached keys is undone on the queries
@@ -26,6 +28,7 @@ class PagedAttentionProblem:
     rope_dim      MLA: the last rope_dim of head_dim come from q_rope and a cache of their own; values are the latent part
                   of the keys; rope_dtype: of that cache, "" while unknown or the same
     q_scale       an fp8 query has a scale tensor
+    out_dtype     of the output, "" for the default: q's, bfloat16 for fp8
     return_lse    the LSE is stored
     alignment     as in AttentionProblem; known when the plan runs
     """
@@ -49,13 +52,14 @@ class PagedAttentionProblem:
     alibi: bool = False
     sinks: bool = False
     mask: str | None = None
-    variant: str | None = None
+    variant: Any = None
     kv_scales: str | None = None
     rotation: bool = False
     one_page: bool = False
     rope_dim: int = 0
     rope_dtype: str = ""
     q_scale: bool = False
+    out_dtype: str = ""
     return_lse: bool = False
     alignment: int = 16
     deterministic: bool = True

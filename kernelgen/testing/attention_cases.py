@@ -375,3 +375,21 @@ def shrink(p: Problem, fails: Callable[[Problem], bool], steps: int = 60) -> Pro
             return p
         p = smaller
     return p
+
+
+def check_many(spec: Spec, count: int, device: str = "cpu") -> None:
+    """The first ``count`` problems of a spec; a failure is shrunk, and its message names the smaller problem too."""
+
+    def failure(p: Problem) -> str:
+        try:
+            check(p, device)
+        except (AssertionError, RuntimeError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    for index in range(count):
+        problem = make_problem(spec, index)
+        words = failure(problem)
+        if words:
+            small = shrink(problem, lambda p: bool(failure(p)))
+            raise AssertionError(f"problem {index} of {spec}\n{words}\nshrunk to {small}\n{failure(small)}")

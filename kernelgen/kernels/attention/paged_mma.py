@@ -19,7 +19,6 @@ from kernelgen.kernels.attention.mma import (
     REGISTERS_PER_SM,
     Config,
     address,
-    element_of,
     legal_common,
     logit_scalars,
     options,
@@ -74,6 +73,10 @@ _DECODE_ROWS = 16
 _MIXED_ROWS = 64
 
 
+def _out_dtype(problem: PagedAttentionProblem) -> str:
+    return problem.out_dtype or ("bf16" if problem.q_dtype in FP8 else problem.q_dtype)
+
+
 def supports(problem: PagedAttentionProblem, target: Target) -> Verdict:
     """Can this kernel run the problem on the target at all?"""
     p = problem
@@ -85,6 +88,8 @@ def supports(problem: PagedAttentionProblem, target: Target) -> Verdict:
         (p.rope_dim % 8 == 0 and 0 <= p.rope_dim < p.head_dim, f"rope_dim {p.rope_dim} is not a multiple of 8 below {p.head_dim}"),
         (p.rope_dim == 0 or p.num_kv_heads == 1, f"MLA has one latent head, got {p.num_kv_heads}"),
         (p.rope_dtype in ("", p.kv_dtype), f"k_rope_cache of {p.rope_dtype} beside a latent cache of {p.kv_dtype}"),
+        (_out_dtype(p) in HALVES if p.q_dtype in FP8 else _out_dtype(p) == p.q_dtype,
+         f"out dtype {_out_dtype(p)} does not fit q dtype {p.q_dtype}"),
         (p.kv_scales != "page" or p.kv_dtype in FP8, f"page scales need an fp8 cache, got {p.kv_dtype}"),
     )
 
@@ -167,7 +172,7 @@ def spec(problem: PagedAttentionProblem, target: Target, config: Config) -> Kern
     """The specialisation: dtypes, head dims, features in use, page kind, alignment class and config."""
     p = problem
     parameters = options(
-        p, config, kv_lens=True, rope_dim=p.rope_dim, out_element="bf16" if p.q_dtype in FP8 else element_of(p),
+        p, config, kv_lens=True, rope_dim=p.rope_dim, out_element=_out_dtype(p),
         page_kind=p.page_kind, mask_form={None: "kNoMask", "dense": "kFlatMask", "packed": "kPackedMask"}[p.mask],
         merge_threads=MERGE_THREADS,
     )
@@ -188,8 +193,8 @@ def _scalars(problem: PagedAttentionProblem, t: PagedTensors) -> dict[str, int |
         "k_rope_row": 0 if t.k_rope_cache is None else t.k_rope_cache.stride(1),
         "lse_row": 0 if t.lse is None else t.lse.stride(0), "lse_head": 0 if t.lse is None else t.lse.stride(1),
     }
-    for name, cache in (("k", t.k_cache), ("v", t.v_cache)):
-        values |= {f"{name}_page": cache.stride(0), f"{name}_row": cache.stride(1), f"{name}_head": cache.stride(2)}
+    for name, pages in (("k", t.k_cache), ("v", t.v_cache)):
+        values |= {f"{name}_page": pages.stride(0), f"{name}_row": pages.stride(1), f"{name}_head": pages.stride(2)}
     for name, scales in (("q_scale", t.q_scale), ("k_scale", t.k_scale), ("v_scale", t.v_scale), ("alibi", t.alibi_slopes)):
         first, second = two_strides(scales)
         values |= {f"{name}_batch": first, f"{name}_head": second}

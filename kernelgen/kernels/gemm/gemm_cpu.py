@@ -104,7 +104,6 @@ def supports(problem: GemmProblem, target: Target) -> Verdict:
         (p.activation is None or p.activation in ACTIVATIONS, f"activation {p.activation} is not in gemm_cpu"),
         (p.scales is None and p.out_scale is None, f"scales={p.scales}, out_scale={p.out_scale} are not in gemm_cpu"),
         (p.weight_format is None, f"packed {p.weight_format} weights are not in gemm_cpu"),
-        (not p.requires_grad, "requires_grad: gemm_cpu has no backward"),
     )
 
 
@@ -115,7 +114,8 @@ _SCRATCH_LIMIT = 64 << 20
 
 
 def _offsets(problem: GemmProblem, target: Target, config: Config) -> tuple[int, int, int]:
-    """Bytes in front of b's panel and of the sums, and of all scratch. 64 bytes behind a panel are overwritten."""
+    """Bytes in front of b's panel and of the sums, and of all scratch. 64 bytes lie between them, so that
+    no two panels share a cache line."""
     t, c = Tiling.of(problem, target.isa), config
     if c.thin:
         register = (64 if target.isa != "x86-64-v3" else 32) // t.sum * t.depth

@@ -139,7 +139,6 @@ def supports(problem: GemmProblem, target: Target) -> Verdict:
         (p.weight_format is None, f"packed {p.weight_format} weights are not in gemm_mma"),
         (max(p.m, p.n, p.k) <= _MAX_EXTENT, f"an extent of {max(p.m, p.n, p.k)} exceeds {_MAX_EXTENT}"),
         (p.alignment >= 2, f"alignment {p.alignment} is below an element's 2 bytes"),
-        (not p.requires_grad, "requires_grad: gemm_mma has no backward"),
     )
 
 

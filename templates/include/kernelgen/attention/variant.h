@@ -1,12 +1,14 @@
-// What a variant's score and mask see of one logit. A rendered kernel defines `struct VariantFunctions` with
+// What a variant's score and mask see of one logit; host and device code share this file. A rendered kernel defines
+// `struct VariantFunctions` (kernelgen/variants) with
 //
 //   static KERNELGEN_DEVICE float score(float score, const VariantContext& c, const int64_t* args);
 //   static KERNELGEN_DEVICE bool visible(const VariantContext& c, const int64_t* args);
 //
-// `args` is a block of 8-byte words: per extra tensor its address and strides in elements, then each scalar.
+// where `args` is a block of 8-byte words (kernelgen/variants/arguments.py).
 #pragma once
 
 #ifdef __CUDACC_RTC__
+#include "kernelgen/cuda/types.cuh"
 #define KERNELGEN_DEVICE __device__ __forceinline__
 #else
 #include <cmath>

@@ -107,6 +107,18 @@ struct Packer {
 
   static KERNELGEN_INLINE void store(Element* p, Reg words) { _mm256_storeu_si256((__m256i*)p, words); }
 
+  // The first `count` words only: what lies behind belongs to the next step, or to another panel.
+  static KERNELGEN_INLINE void store_first(Element* p, Reg words, int count) {
+    if (count >= kCount) return store(p, words);
+    if constexpr (kCount == 4) {
+      const __m256i mask = _mm256_cmpgt_epi64(_mm256_set1_epi64x(count), _mm256_setr_epi64x(0, 1, 2, 3));
+      _mm256_maskstore_epi64((long long*)p, mask, words);
+    } else {
+      const __m256i mask = _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+      _mm256_maskstore_epi32((int*)p, mask, words);
+    }
+  }
+
   // Indices [i0, i1) of steps [s0, s1), element by element: edges, and strips that are contiguous in no direction.
   static void pack_rest(const T* strip, int64_t outer_stride, int64_t k_stride, int64_t outer, int64_t depth, Element* panel,
                         int64_t pitch, int64_t i0, int64_t i1, int64_t s0, int64_t s1) {
@@ -120,8 +132,7 @@ struct Packer {
     }
   }
 
-  // Packs a strip. `pitch` (elements between steps) is at least Width * kDepth. Where Width is less than kCount, up to a
-  // register of elements behind the panel's last step is overwritten.
+  // Packs a strip. `pitch` (elements between steps) is at least Width * kDepth. Writes nothing but the panel.
   template <int Width>
   static void pack(const T* strip, int64_t outer_stride, int64_t k_stride, int64_t outer, int64_t depth, Element* panel,
                    int64_t pitch) {
@@ -138,7 +149,7 @@ struct Packer {
           }
           Block::transpose(r);
 #pragma GCC unroll 8
-          for (int i = 0; i < kCount; ++i) store(panel + (s + i) * pitch + i0 * kDepth, r[i]);
+          for (int i = 0; i < kCount; ++i) store_first(panel + (s + i) * pitch + i0 * kDepth, r[i], Width - int(i0));
         }
       }
       pack_rest(strip, outer_stride, k_stride, outer, depth, panel, pitch, 0, Width, squares, steps);

@@ -1,0 +1,182 @@
+"""Inputs that are not what they seem: no memory, lazy views, tracing and transforms, options that change after the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import kernelgen
+from kernelgen import settings
+from kernelgen.errors import DeviceError, DtypeError, LayoutError, NoBackendError, SettingsError, ShapeError
+from kernelgen.guard import watched
+
+A, B = torch.randn(5, 8), torch.randn(8, 6)
+Q = torch.randn(1, 30, 2, 64)
+W = torch.randn(64)
+CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "attention": lambda x: kernelgen.attention(x, x, x), "gemm": lambda x: kernelgen.gemm(x, B.new_zeros(64, 6)),
+    "rmsnorm": lambda x: kernelgen.rmsnorm(x, W), "silu_and_mul": kernelgen.silu_and_mul,
+}
+
+
+class Wrapped(torch.Tensor):
+    """A subclass without memory: every operator goes to the tensor inside."""
+
+    inside: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inside: torch.Tensor) -> Wrapped:
+        made = torch.Tensor._make_wrapper_subclass(cls, inside.shape, strides=inside.stride(), dtype=inside.dtype, device=inside.device)
+        made.inside = inside
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def unwrap(x: Any) -> Any:
+            return x.inside if isinstance(x, Wrapped) else [unwrap(y) for y in x] if isinstance(x, (list, tuple)) else x
+
+        return func(*map(unwrap, args), **{k: unwrap(v) for k, v in (kwargs or {}).items()})
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_no_address_of_nothing_is_launched(op: str) -> None:
+    CALLS[op](Q)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        result = CALLS[op](mode.from_tensor(Q))
+        assert type(result).__name__ == "FakeTensor"
+    freed = Q.clone()
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(DeviceError, match="without memory"):
+        CALLS[op](freed)
+
+
+@pytest.mark.parametrize("op", ["rmsnorm", "silu_and_mul"])
+def test_wrapper_subclasses_go_through_torch(op: str) -> None:
+    wanted = CALLS[op](Q)
+    torch.testing.assert_close(CALLS[op](Wrapped(Q)), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_subclass_operands() -> None:
+    for _ in range(2):
+        torch.testing.assert_close(kernelgen.gemm(Wrapped(A), B), A @ B)
+        torch.testing.assert_close(kernelgen.gemm(A, B, bias=Wrapped(B[0])), A @ B + B[0])
+    q = Wrapped(Q)
+    torch.testing.assert_close(kernelgen.attention(q, q, q), kernelgen.attention(Q, Q, Q), rtol=1e-5, atol=1e-5)
+
+
+def test_transforms_see_the_call() -> None:
+    graph = make_fx(lambda x: kernelgen.gemm(x, B) + 1)(A)
+    x = torch.randn(5, 8)
+    torch.testing.assert_close(graph(x), x @ B + 1)
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(kernelgen.gemm(forward_ad.make_dual(A, x), B)).tangent
+    torch.testing.assert_close(tangent, x @ B)
+    torch.testing.assert_close(torch.func.vmap(lambda row: kernelgen.gemm(row[None], B)[0])(A), A @ B)
+    torch.testing.assert_close(torch.func.grad(lambda y: kernelgen.gemm(y, B).sum())(A), B.sum(1).expand(5, 8))
+    assert not watched()
+    with pytest.raises(NoBackendError, match="torch traces or transforms"), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        kernelgen.gemm(mode.from_tensor(A), B, backend="generated")
+
+
+def test_lazy_views_and_other_layouts_are_refused_by_name() -> None:
+    z = torch.randn(5, 1, dtype=torch.cfloat).conj().imag
+    kernelgen.gemm(torch.randn(5, 1), torch.randn(1, 6))  # the same layout, remembered
+    with pytest.raises(LayoutError, match="resolve_neg"):
+        kernelgen.gemm(z, torch.randn(1, 6))
+    kernelgen.attention(Q, Q, Q)
+    with pytest.raises(LayoutError, match="resolve_neg"):
+        kernelgen.attention(Q, Q._neg_view(), Q)
+    with pytest.raises(LayoutError, match="sparse"):
+        kernelgen.gemm(A.to_sparse(), B)
+    with pytest.raises(LayoutError, match="nested"):
+        kernelgen.rmsnorm(torch.nested.nested_tensor([torch.randn(2, 64), torch.randn(3, 64)]), W)
+
+
+def test_a_remembered_signature_does_not_hide_a_bad_argument() -> None:
+    for _ in range(2):
+        kernelgen.gemm(A, B)
+        with pytest.raises(DtypeError, match="bias: got ndarray"):
+            kernelgen.gemm(A, B, bias=np.ones(6, np.float32))  # type: ignore[arg-type]
+        with pytest.raises(DtypeError, match="out: got str"):
+            kernelgen.gemm(A, B, out="x")  # type: ignore[arg-type]
+        kernelgen.attention(Q, Q, Q, window=(1, 2))
+        with pytest.raises(SettingsError, match="window"):
+            kernelgen.attention(Q, Q, Q, window=(1.0, 2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("call", "error", "words"), [
+    (lambda: kernelgen.attention(Q, Q, Q, causal=torch.tensor(True)), SettingsError, "causal: got tensor"),
+    (lambda: kernelgen.attention(Q, Q, Q, causal="no"), SettingsError, "causal: got 'no'"),
+    (lambda: kernelgen.attention(Q, Q, Q, return_lse=[1]), SettingsError, "return_lse"),
+    (lambda: kernelgen.attention(Q, Q, Q, window={}), SettingsError, "window"),
+    (lambda: kernelgen.attention(Q, Q, Q, backend=["generated"]), NoBackendError, "backend="),
+    (lambda: kernelgen.attention(None, Q, Q), DtypeError, "q: got None"),
+    (lambda: kernelgen.attention(Q, Q, Q, mask=torch.ones(29, 30, dtype=torch.bool)), ShapeError, "mask: got shape"),
+    (lambda: kernelgen.attention(Q, Q, Q, variant=3), DtypeError, "variant: got int"),
+    (lambda: kernelgen.attention(Q, Q, Q, block_mask=3), DtypeError, "block_mask: got int"),
+    (lambda: kernelgen.attention(Q, Q, Q, q_scale="x"), SettingsError, "q_scale: got 'x'"),
+    (lambda: kernelgen.attention(Q, Q, Q, kv_lens=torch.tensor([2**32 + 3])), ShapeError, "an int32 holds"),
+    (lambda: kernelgen.attention_varlen(Q[0], Q[0], Q[0], None, None), ShapeError, "cu_seqlens_q: got None"),
+    (lambda: kernelgen.gemm(A, None), DtypeError, "b: got None"),
+    (lambda: kernelgen.gemm(A, B, activation=["relu"]), SettingsError, "activation"),
+    (lambda: kernelgen.gemm(A, B, out_dtype="bf16"), DtypeError, "out_dtype"),
+    (lambda: kernelgen.gemm(A, B, c=torch.tensor(1.0)), ShapeError, "c: got shape"),
+    (lambda: kernelgen.gemm(A, B, scale_a=torch.ones(()), scale_b=torch.ones(())), DtypeError, "expected fp8"),
+    (lambda: kernelgen.gemm(A, B, out_scale="row", out_dtype=torch.float32), DtypeError, "out_dtype"),
+    (lambda: kernelgen.rmsnorm(Q, None), DtypeError, "weight: got None"),
+    (lambda: kernelgen.rmsnorm(Q, W, "x"), SettingsError, "eps: got 'x'"),
+    (lambda: kernelgen.rmsnorm(Q, W, -1.0), SettingsError, "eps: got -1"),
+    (lambda: kernelgen.silu_and_mul(None), DtypeError, "x: got None"),
+    (lambda: kernelgen.gemm(A, B, out=torch.empty(50).as_strided((5, 6), (3, 1))), LayoutError, "share memory"),
+    (lambda: kernelgen.rmsnorm(Q, W, residual=Q.clone(), out=torch.empty(1, 30, 2, 64).expand(1, 30, 2, 64)[:, :1].expand(1, 30, 2, 64)),
+     LayoutError, "share memory"),
+])
+def test_wrong_values_have_named_errors(call: Callable[[], Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_one_tensor_for_residual_and_out() -> None:
+    r = Q.clone()
+    with pytest.raises(LayoutError, match="both are written"):
+        kernelgen.rmsnorm(Q, W, residual=r, out=r)
+    x = Q.clone()
+    wanted = kernelgen.rmsnorm(Q, W)
+    assert torch.equal(kernelgen.rmsnorm(x, W, out=x), wanted)
+
+
+def test_index_values_are_looked_at_on_demand() -> None:
+    with settings.override(check=True):
+        with pytest.raises(ShapeError, match="kv_lens: got 99 for request 0"):
+            kernelgen.attention(Q, Q, Q, kv_lens=torch.tensor([99], dtype=torch.int32))
+        with pytest.raises(ShapeError, match="cu_seqlens_q"):
+            kernelgen.attention_varlen(Q[0], Q[0], Q[0], torch.tensor([0, 99]), torch.tensor([0, 30]))
+        with pytest.raises(ShapeError, match="cu_seqlens_k"):
+            kernelgen.attention_varlen(Q[0], Q[0], Q[0], torch.tensor([0, 30]), torch.tensor([3, 1]))
+        kernelgen.attention_varlen(Q[0], Q[0], Q[0], torch.tensor([0, 30]), torch.tensor([0, 30]), kv_lens=torch.tensor([7]))
+
+
+@pytest.mark.parametrize("recipe", ["tensor", "row", "block_1x128"])
+def test_gemm_quantises_its_result(recipe: str) -> None:
+    codes, scale = kernelgen.gemm(A, B, out_scale=recipe)
+    assert codes.dtype == torch.float8_e4m3fn and codes.shape == (5, 6)
+    wanted, wanted_scale = kernelgen.quantize_fp8((A.double() @ B.double()).float(), recipe)
+    torch.testing.assert_close(codes.float() * scale, wanted.float() * wanted_scale, rtol=0.13, atol=1e-3)
+
+
+def test_hidden_nan_stays_hidden_through_torch() -> None:
+    k = Q.clone()
+    k[:, 20:] = float("nan")
+    mask = torch.ones(30, 30, dtype=torch.bool)
+    mask[:, 20:] = False
+    for given in ({"mask": mask}, {"kv_lens": torch.tensor([20])}):
+        out = kernelgen.attention(Q, k, k, backend="torch", **given)
+        wanted = kernelgen.attention(Q, k, k, backend="reference", **given)
+        torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
