@@ -238,6 +238,9 @@ def _describe(
     if f.kv_lens is not None:
         index_tensor("kv_lens", f.kv_lens, batch, q.device)
     _check_features(f, batch, hq)
+    for name, scale, tensor in (("q_scale", f.q_scale, q), ("k_scale", f.k_scale, k), ("v_scale", f.v_scale, v)):
+        if scale is not None and tensor.dtype not in _FP8:
+            raise DtypeError(f"{name}: got one for {tensor.dtype}, expected an fp8 tensor; leave {name} out")
     _check_masks(f.mask, f.block_mask, f.variant, (batch, hq, seq_q, seq_k), ragged)
     if settings().check:
         _check_contents(cu_seqlens_q, cu_seqlens_k, f.kv_lens, seq_q, seq_k)
