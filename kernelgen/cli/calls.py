@@ -14,7 +14,6 @@ from typing import Any
 import click
 
 Options = dict[str, Any]
-_FLOATS = ("fp64", "fp32", "bf16", "fp16")
 _FP8 = ("e4m3", "e5m2")
 
 
@@ -180,7 +179,10 @@ def _attention(o: Options, *, ragged: bool) -> Call:
         "out": _meta((*lead, heads, dim_v), o["out_dtype"]) if o["out_dtype"] else None,
     }
     if o["scales"]:
-        kwargs |= {f"{name}_scale": 1.0 for name, dtype in (("q", o["dtype"]), ("k", kv_dtype), ("v", kv_dtype)) if dtype in _FP8}
+        scaled = {f"{name}_scale": 1.0 for name, dtype in (("q", o["dtype"]), ("k", kv_dtype), ("v", kv_dtype)) if dtype in _FP8}
+        if not scaled:
+            raise click.UsageError(f"--scales: got --dtype {o['dtype']}, expected an fp8 --dtype or --kv-dtype ({', '.join(_FP8)})")
+        kwargs |= scaled
     starts = (_index(batch + 1), _index(batch + 1)) if ragged else ()
     return Call((q, k, v, *starts), kwargs)
 
@@ -290,6 +292,8 @@ def _lengths(o: Options, many: str, one: str, batch: int | None) -> list[int]:
     if o[many] is not None and o[one] is not None:
         raise click.UsageError(f"got {listed} and {single}, expected one of them")
     if o[many] is not None:
+        if batch is None and o["batch"] not in (None, len(o[many])):
+            raise click.UsageError(f"got --batch {o['batch']} and {len(o[many])} lengths in {listed}, expected as many")
         return list(o[many])
     if batch is not None:
         return [1 if o[one] is None else o[one]] * batch
