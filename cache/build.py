@@ -6,6 +6,9 @@ error can name files that are still there.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -23,14 +26,28 @@ from kernelgen.cache.entry import (
     write_meta,
 )
 from kernelgen.cache.keys import Request, ToolchainId
-from kernelgen.cache.roots import full_disk, is_full, storage_errors
+from kernelgen.cache.roots import full_disk, is_full, out_of_inodes, storage_errors
 from kernelgen.cache.shelf import FAILED, Shelf, discard, logger
 from kernelgen.errors import CacheError, CompileError
 
 Builder = Callable[[Path], BuildOutput]
 
+# Folders of the builds that run now, with the process that runs them: a fork inherits the list and not the threads.
+_building: dict[Path, int] = {}
+
+_swept: set[Path] = set()
+_SWEEP_AGE = 60.0  # seconds; younger ones are most likely being built, and looking at their locks would disturb that
+_SWEEP_SECONDS = 0.05  # a large cache on a slow disk must not hold a build up; what stays is the next process's
 _NO_ROOM = 1 << 18  # with fewer free bytes than this, a failed build is blamed on the disk and not on the compiler
 _LOG_TAIL = 2000  # characters of the build log that an error quotes
+
+
+@atexit.register
+def _discard_unfinished() -> None:
+    """The folders of builds in background threads, which end with the process. Toolchains have stopped theirs by now."""
+    for folder, process in list(_building.items()):
+        if process == os.getpid():
+            discard(folder)
 
 
 def build_entry(shelf: Shelf, request: Request, toolchain: ToolchainId, build: Builder, banner: str,
@@ -41,7 +58,9 @@ def build_entry(shelf: Shelf, request: Request, toolchain: ToolchainId, build: B
     """
     with storage_errors(shelf.root):
         shelf.sweep_locked(request.key, toolchain.key)
+        _sweep_once(shelf)
         folder = shelf.temporary(request.key, toolchain.key)
+    _building[folder] = os.getpid()
     try:
         with storage_errors(shelf.root):
             (folder / source_name).write_bytes((banner + request.source).encode("utf-8", "surrogatepass"))
@@ -53,11 +72,20 @@ def build_entry(shelf: Shelf, request: Request, toolchain: ToolchainId, build: B
                 return Artifact(shelf.path(request.key, toolchain.key), meta), True
     finally:
         discard(folder)
+        _building.pop(folder, None)
     artifact = shelf.read_or_repair_locked(request.key, toolchain.key)
     if artifact is None:
         raise CacheError(f"{shelf.path(request.key, toolchain.key)} was published by another host and removed at once; "
                          "ask again, and do not prune a cache while it is being filled")
     return artifact, False
+
+
+def _sweep_once(shelf: Shelf) -> None:
+    """What killed builders of other entries left, once per process and root, as far as a short while goes."""
+    if shelf.root not in _swept:
+        _swept.add(shelf.root)
+        with contextlib.suppress(CacheError):  # a build needs its own lock only
+            shelf.sweep_all(older_than=_SWEEP_AGE, seconds=_SWEEP_SECONDS)
 
 
 def _run(shelf: Shelf, request: Request, toolchain: ToolchainId, build: Builder, folder: Path,
@@ -72,10 +100,20 @@ def _run(shelf: Shelf, request: Request, toolchain: ToolchainId, build: Builder,
             log.write_text(f"{request.name}\n{toolchain.compiler}\n{seconds} s, no messages\n", encoding="utf-8")
         return {"seconds": seconds, **new_meta(request, toolchain, source_name, output, folder)}
     except BaseException as error:  # raised again below; it only gets a lasting place for its source and log
+        if isinstance(error, Exception) and not folder.is_dir():
+            raise CacheError(f"{folder} was removed while {request.name} was built in it; nothing was published. Ask again, "
+                             "and leave a cache that is in use to `kernelgen cache prune`") from error
         if _out_of_space(shelf.root, error):
             raise full_disk(shelf.root) from error
         _keep_failure(shelf, request, folder, source_name, error)
+        if isinstance(error, OSError) and _lies_in(error.filename, folder):
+            with storage_errors(shelf.root):
+                raise
         raise
+
+
+def _lies_in(name: object, folder: Path) -> bool:
+    return isinstance(name, (str, Path)) and Path(name).is_relative_to(folder)
 
 
 def _check_product(request: Request, folder: Path, output: BuildOutput) -> None:
@@ -100,7 +138,7 @@ def _out_of_space(root: Path, error: BaseException) -> bool:
     if not isinstance(error, Exception):
         return False
     try:
-        return shutil.disk_usage(root).free < _NO_ROOM
+        return shutil.disk_usage(root).free < _NO_ROOM or out_of_inodes(root)
     except OSError:
         return False
 
@@ -108,10 +146,10 @@ def _out_of_space(root: Path, error: BaseException) -> bool:
 def _keep_failure(shelf: Shelf, request: Request, folder: Path, source_name: str, error: BaseException) -> None:
     kept = shelf.root / FAILED / request.key
     try:
+        shelf.failed(request.key)
         log = folder / BUILD_LOG
         if not log.exists():
             log.write_text(f"{type(error).__name__}: {error}\n", encoding="utf-8")
-        kept.parent.mkdir(mode=0o700, exist_ok=True)
         discard(kept)
         folder.rename(kept)
     except OSError as problem:

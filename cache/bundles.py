@@ -191,7 +191,7 @@ def _read_manifest(folder: Path) -> bytes:
 def _check_manifest(source: Path, raw: bytes) -> None:
     try:
         version = json.loads(raw)["format"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CacheError(f"{source} is not a bundle: its {MANIFEST} cannot be understood ({error})") from error
     if version != BUNDLE_FORMAT:
         raise CacheError(f"{source} has bundle format {version!r}; this release reads {BUNDLE_FORMAT}: export it anew")

@@ -97,6 +97,8 @@ def show(ctx: click.Context, key: str, source: bool, as_json: bool) -> None:
         _print_json(detail)
         return
     if source:
+        if "source" not in detail.meta:
+            raise CacheError(f"{detail.info.path} is broken ({detail.problem}) and does not say which file its source is")
         click.echo((detail.info.path / detail.meta["source"]).read_text(encoding="utf-8", errors="replace"))
         return
     table = Table("field", "value", box=None, show_header=False)

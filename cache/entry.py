@@ -10,10 +10,11 @@ import dataclasses
 import errno
 import hashlib
 import json
+import math
 import os
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
@@ -25,6 +26,9 @@ from kernelgen.errors import CacheError
 META = "meta.json"
 BUILD_LOG = "build.log"
 _CHUNK = 1 << 20
+_META_LIMIT = 16 << 20  # bytes; a real one has some thousand
+_SIZE_LIMIT = 1 << 48  # bytes of a file; what is beyond is no size, and would overflow where it is printed
+_TIME_LIMIT = 1 << 40  # seconds since 1970
 _OWN_FIELDS = frozenset({
     "format", "request", "toolchain", "toolchain_key", "name", "target", "flags", "includes", "source", "binary",
     "files", "created", "checksum",
@@ -192,24 +196,68 @@ def _open_file(folder: int, name: str) -> int:
 
 
 def _read_meta(folder: int) -> dict[str, Any]:
-    with open(_open_file(folder, META), "rb") as stream:
-        raw = stream.read()
+    try:
+        with open(_open_file(folder, META), "rb") as stream:
+            raw = stream.read(_META_LIMIT + 1)
+    except OSError as error:
+        raise BrokenEntry(f"{META} cannot be read: {error.strerror}") from error
+    if len(raw) > _META_LIMIT:
+        raise BrokenEntry(f"{META} has more than {_META_LIMIT} bytes")
     try:
         meta = json.loads(raw)
         stated = meta.pop("checksum")
         spelled = meta_bytes({**meta, "checksum": stated})
         if spelled != raw or hashlib.sha256(meta_bytes(meta)).hexdigest() != stated:
             raise BrokenEntry(f"{META} does not match its checksum")
-        ToolchainId(**meta["toolchain"])
-        files = {name: (record["size"], record["sha256"]) for name, record in meta["files"].items()}
-        missing = _OWN_FIELDS - meta.keys() - {"checksum"}
+        if type(meta.get("format")) is not int or meta["format"] != FORMAT_VERSION:
+            raise BrokenEntry(f"{META} has format {meta.get('format')!r}; this release reads {FORMAT_VERSION}")
+        wrong = [name for name, fits in _FIELDS.items() if not fits(meta[name])]
+    except RecursionError as error:  # json and its writer recurse over what is nested
+        raise BrokenEntry(f"{META} cannot be understood: it is nested too deeply") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BrokenEntry(f"{META} cannot be understood: {error}") from error
-    if missing or meta["format"] != FORMAT_VERSION:
-        raise BrokenEntry(f"{META} has format {meta.get('format')!r}; this release reads {FORMAT_VERSION}")
-    if meta["binary"] not in files or not all(is_plain_relative(name) for name in files):
-        raise BrokenEntry(f"{META} lists no binary, or a file outside its entry")
+    if wrong:
+        raise BrokenEntry(f"{META} cannot be understood: {', '.join(wrong)} has a value of another kind")
+    if not {meta["binary"], meta["source"]} <= meta["files"].keys():
+        raise BrokenEntry(f"{META} lists no binary, or no source")
     return {**meta, "checksum": stated}
+
+
+def _is_text(value: object) -> bool:
+    """A string that can be printed and can name a file: a lone surrogate can do neither."""
+    return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
+
+
+def _is_number(value: object, limit: int, kinds: tuple[type, ...]) -> bool:
+    return type(value) in kinds and math.isfinite(value) and 0 <= value <= limit  # type: ignore[arg-type, operator]
+
+
+def _is_map(value: object, fits: Callable[[Any], bool]) -> bool:
+    return isinstance(value, dict) and all(_is_text(name) and fits(item) for name, item in value.items())
+
+
+def _is_record(value: object) -> bool:
+    return (isinstance(value, dict) and value.keys() == {"size", "sha256"} and _is_text(value["sha256"])
+            and _is_number(value["size"], _SIZE_LIMIT, (int,)))
+
+
+def _is_toolchain(value: object) -> bool:
+    if not (isinstance(value, dict) and value.keys() == {f.name for f in dataclasses.fields(ToolchainId)}):
+        return False
+    major = value["cuda_major"]
+    return (all(_is_text(text) for name, text in value.items() if name != "cuda_major")
+            and (major is None or _is_number(major, 1 << 16, (int,))) and bool(ToolchainId(**value).key))
+
+
+# What every field must hold: whoever reads one later may rely on it. A checksum proves who wrote it last, not that it
+# was this code.
+_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "request": _is_text, "toolchain": _is_toolchain, "toolchain_key": _is_text, "name": _is_text, "target": _is_text,
+    "flags": lambda value: isinstance(value, list) and all(map(_is_text, value)),
+    "includes": lambda value: _is_map(value, _is_text), "source": _is_text, "binary": _is_text,
+    "files": lambda value: _is_map(value, _is_record) and all(map(is_plain_relative, value)),
+    "created": lambda value: _is_number(value, _TIME_LIMIT, (int, float)),
+}
 
 
 def _check_file(folder: int, name: str, expected: Mapping[str, Any]) -> None:

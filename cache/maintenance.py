@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from kernelgen.cache.entry import Artifact, BrokenEntry, read_entry
-from kernelgen.cache.keys import is_request_key, is_toolchain_key
-from kernelgen.cache.shelf import FAILED, QUARANTINE, TEMPORARY, age, discard, names
+from kernelgen.cache.keys import is_request_key
+from kernelgen.cache.shelf import FAILED, QUARANTINE, age, discard, names
 from kernelgen.cache.store import Store
 from kernelgen.errors import CacheError
 
@@ -167,13 +167,8 @@ def prune(store: Store, *, max_size: int | None = None, older_than: float | None
 
 
 def _remove_leftovers(store: Store) -> int:
-    root, count = store.root, 0
+    root, count = store.root, store.shelf.sweep_all()
     for request in filter(is_request_key, names(root)):
-        inside = names(root / request)
-        # ".tmp-<toolchain key>-<pid>-<hex>"
-        left = {name[len(TEMPORARY):].rsplit("-", 2)[0] for name in inside if name.startswith(TEMPORARY)}
-        for toolchain in sorted(filter(is_toolchain_key, left)):
-            count += store.shelf.sweep(request, toolchain)
         if not names(root / request):
             try:
                 (root / request).rmdir()

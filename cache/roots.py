@@ -24,6 +24,7 @@ from kernelgen.errors import CacheError
 logger = logging.getLogger("kernelgen")
 
 SETTING = "KERNELGEN_CACHE_DIR"
+_FILES_OF_A_BUILD = 4  # folder, source, log, product: with fewer inodes free a failed build is blamed on them
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 _said: set[str] = set()
@@ -132,12 +133,24 @@ def is_full(error: OSError) -> bool:
     return error.errno in _FULL
 
 
+def out_of_inodes(folder: Path) -> bool:
+    """Whether the file system can hold no more files, however small. One that counts none has 0 of 0. Raises OSError."""
+    status = os.statvfs(folder)
+    return status.f_files > 0 and status.f_favail < _FILES_OF_A_BUILD
+
+
 def full_disk(folder: Path) -> CacheError:
-    """The error for a disk without room: names the folder, the free space and the ways out."""
-    usage = shutil.disk_usage(folder)
-    return CacheError(f"no space left for the kernel cache at {folder}: {usage.free / 2**20:.1f} MiB free of "
-                      f"{usage.total / 2**20:.1f} MiB (or a quota is used up). Nothing was published and the cache is "
-                      f"sound; free some with `kernelgen cache prune --max-size`, or set {SETTING} to another disk")
+    """The error for a disk without room: names the folder, what is free (space, or inodes) and the ways out."""
+    present = next((path for path in (folder, *folder.parents) if path.exists()), Path("/"))
+    usage, status = shutil.disk_usage(present), os.statvfs(present)
+    if out_of_inodes(present):
+        lack = (f"no inodes left for the kernel cache at {folder}: {status.f_favail} free of {status.f_files}, with "
+                f"{usage.free / 2**20:.1f} MiB of space free; many small files fill the disk up (`df -i` shows it)")
+    else:
+        lack = (f"no space left for the kernel cache at {folder}: {usage.free / 2**20:.1f} MiB free of "
+                f"{usage.total / 2**20:.1f} MiB (or a quota is used up)")
+    return CacheError(f"{lack}. Nothing was published and the cache is sound; free some with `kernelgen cache prune "
+                      f"--max-size`, or set {SETTING} to another disk")
 
 
 @contextlib.contextmanager

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
+import random
 import secrets
 import shutil
 import time
@@ -17,7 +19,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from kernelgen.cache.entry import Artifact, BrokenEntry, read_entry, sync_folder
-from kernelgen.cache.locks import entry_lock
+from kernelgen.cache.keys import is_request_key, is_toolchain_key
+from kernelgen.cache.locks import entry_lock, lock_path
 from kernelgen.cache.roots import create_private, is_full, storage_errors
 from kernelgen.errors import CacheError
 
@@ -48,7 +51,9 @@ class Shelf:
 
     def lock(self, request_key: str, toolchain_key: str, *, wait: bool = True,
              label: str = "") -> AbstractContextManager[bool]:
-        """The entry's lock, see ``entry_lock``."""
+        """The entry's lock, see ``entry_lock``. In a lock folder of our own, what lies in the way is moved first."""
+        if self._shared_locks:
+            self._clear_locks(lock_path(self.lock_dir, request_key, toolchain_key))
         return entry_lock(self.lock_dir, request_key, toolchain_key, wait=wait, label=label)
 
     def read_or_repair(self, request_key: str, toolchain_key: str) -> Artifact | None:
@@ -69,12 +74,58 @@ class Shelf:
                 self._set_aside(path, str(error))
             return None
 
+    def _clear_locks(self, path: Path) -> None:
+        with storage_errors(self.root):
+            if is_obstacle(path.parent):
+                self._move_obstacle(path.parent)
+            if path.is_symlink() or path.is_dir():  # a lock is a plain file: a link may lead anywhere, or nowhere
+                self._move_obstacle(path, folder=path.is_dir() and not path.is_symlink())
+
+    def _own_folder(self, path: Path) -> Path:
+        """Make a folder of ours; a file or a dead link in its place is moved to the quarantine. Raises OSError."""
+        try:
+            path.mkdir(mode=0o700, exist_ok=True)
+        except FileExistsError:
+            self._move_obstacle(path)
+            path.mkdir(mode=0o700, exist_ok=True)
+        return path
+
+    def _move_obstacle(self, path: Path, *, folder: bool = False) -> None:
+        """Move what lies in the place of a folder (or, with ``folder``, of a file) into the quarantine. Raises OSError.
+
+        Another process may have put the right thing there since it was looked at. So the place to move to is made
+        first, as what may be moved: renaming a folder onto a file, or a file onto a folder, is refused.
+        """
+        quarantine = self.root / QUARANTINE
+        unique = f"{path.name}.{time.time_ns():x}-{secrets.token_hex(2)}"
+        if path == quarantine:  # out of its own way first
+            kept = self.root / f"{TEMPORARY}{unique}"
+        else:
+            kept = self._own_folder(quarantine) / unique
+        if folder:
+            kept.mkdir(mode=0o700)
+        else:
+            kept.touch(mode=0o600)
+        try:
+            os.rename(path, kept)
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):  # another process was faster
+            discard(kept)
+            return
+        if path == quarantine:
+            quarantine.mkdir(mode=0o700, exist_ok=True)
+            os.rename(kept, quarantine / unique)
+            kept = quarantine / unique
+        logger.warning("%s is in the way of the kernel cache's own; it was moved to %s", path, kept)
+
     def _set_aside(self, path: Path, reason: str) -> None:
+        if is_obstacle(path.parent):
+            self._move_obstacle(path.parent)
+            return
         folder = self.root / QUARANTINE
         kept = folder / f"{path.parent.name[:16]}.{path.name}.{time.time_ns():x}-{secrets.token_hex(2)}"
         outcome = f"moved to {kept}"
         try:
-            folder.mkdir(mode=0o700, exist_ok=True)
+            self._own_folder(folder)
             os.rename(path, kept)
         except FileNotFoundError:
             return
@@ -90,12 +141,16 @@ class Shelf:
         parent = self.root / request_key
         path = parent / f"{TEMPORARY}{toolchain_key}-{os.getpid()}-{secrets.token_hex(4)}"
         while True:
-            parent.mkdir(exist_ok=True)
+            self._own_folder(parent)
             try:
                 path.mkdir(mode=0o700)
             except FileNotFoundError:  # prune removed the empty parent in between; the root itself raises above
                 continue
             return path
+
+    def failed(self, request_key: str) -> Path:
+        """Where a failed build of a request is kept; the folder around it is made. Raises OSError."""
+        return self._own_folder(self.root / FAILED) / request_key
 
     def publish(self, folder: Path, request_key: str, toolchain_key: str) -> bool:
         """Rename the finished ``folder`` to the entry, as the holder of the lock.
@@ -128,7 +183,7 @@ class Shelf:
             if self.read_or_repair_locked(request_key, toolchain_key) is not None:
                 discard(folder)
                 return False
-            (self.root / request_key).mkdir(exist_ok=True)
+            self._own_folder(self.root / request_key)
             return self.publish(folder, request_key, toolchain_key)
 
     def remove(self, request_key: str, toolchain_key: str, *, unless: Callable[[Path], bool] | None = None) -> bool:
@@ -148,6 +203,21 @@ class Shelf:
         with self.lock(request_key, toolchain_key, wait=False) as held:
             return self.sweep_locked(request_key, toolchain_key) if held else 0
 
+    def sweep_all(self, *, older_than: float = 0.0, seconds: float = math.inf) -> int:
+        """As ``sweep``, for every entry with a temporary folder of that age, in random order for at most ``seconds``."""
+        deadline, count = time.monotonic() + seconds, 0
+        requests = [name for name in names(self.root) if is_request_key(name)]
+        random.shuffle(requests)
+        for request in requests:
+            if time.monotonic() > deadline:
+                break
+            # ".tmp-<toolchain key>-<pid>-<hex>"
+            left = {name[len(TEMPORARY):].rsplit("-", 2)[0] for name in names(self.root / request)
+                    if name.startswith(TEMPORARY) and age(self.root / request / name) >= older_than}
+            for toolchain in sorted(filter(is_toolchain_key, left)):
+                count += self.sweep(request, toolchain)
+        return count
+
     def sweep_locked(self, request_key: str, toolchain_key: str) -> int:
         """As ``sweep``, for the holder of the lock: whoever made such a folder does not hold it any more."""
         parent, gone = self.root / request_key, 0
@@ -157,6 +227,11 @@ class Shelf:
                 discard(parent / name)
                 gone += 1
         return gone
+
+
+def is_obstacle(path: Path) -> bool:
+    """Whether something that is no folder, nor a link to one, lies where a folder of ours belongs."""
+    return os.path.lexists(path) and not path.is_dir()
 
 
 def names(folder: Path) -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -10,74 +12,159 @@ import torch
 
 from kernelgen.dispatch.decision import Decision
 from kernelgen.dtypes import DTYPES, parse_dtype
-from kernelgen.errors import ShapeError
+from kernelgen.errors import DeviceError, SettingsError, ShapeError
 from kernelgen.targets import Target, target_of
 
-# op -> function of the op's module that makes the decision from the op's own arguments.
+
+@dataclass(frozen=True)
+class _Op:
+    """One op: the function whose arguments a call has, and the function of the same module that decides it.
+
+    optional   arguments that the call needs and a decision does not (the decider fills them in)
+    shapes     arguments that may be given as a shape, with their dtype (None: that of the whole call)
+    indices    those of ``shapes`` that never decide where a call runs
+    """
+
+    module: str
+    function: str
+    decide: str
+    optional: tuple[str, ...] = ()
+    shapes: Mapping[str, torch.dtype | None] = field(default_factory=dict)
+    indices: tuple[str, ...] = ()
+
+
+_F32, _I32 = torch.float32, torch.int32
+_ATTENTION: dict[str, torch.dtype | None] = {
+    "q": None, "k": None, "v": None, "out": None, "lse": _F32, "alibi_slopes": _F32, "sinks": _F32, "mask": torch.bool,
+    "kv_lens": _I32, "q_scale": _F32, "k_scale": _F32, "v_scale": _F32,
+}
 _OPS = {
-    "attention": "kernelgen.ops.attention:explain_attention",
-    "attention_varlen": "kernelgen.ops.attention:explain_attention",
-    "gemm": "kernelgen.ops.gemm:explain_gemm",
-    "rmsnorm": "kernelgen.ops.rows:explain_rmsnorm",
-    "silu_and_mul": "kernelgen.ops.rows:explain_silu_and_mul",
-    "moe": "kernelgen.ops.moe:explain_moe",
-    "route": "kernelgen.ops.moe:explain_route",
-    "mla": "kernelgen.ops.mla:explain_mla",
-    "paged_attention": "kernelgen.ops.paged:explain_paged_attention",
-    "append_kv": "kernelgen.ops.append:explain_append_kv",
-    "rope": "kernelgen.ops.rope:explain_rope",
-    "merge_states": "kernelgen.ops.merge:explain_merge_states",
+    "attention": _Op("kernelgen.ops.attention", "attention", "explain_attention", shapes=_ATTENTION, indices=("kv_lens",)),
+    "attention_varlen": _Op(
+        "kernelgen.ops.attention", "attention_varlen", "explain_attention",
+        shapes=_ATTENTION | {"cu_seqlens_q": _I32, "cu_seqlens_k": _I32}, indices=("cu_seqlens_q", "cu_seqlens_k", "kv_lens")),
+    "gemm": _Op("kernelgen.ops.gemm", "gemm", "explain_gemm", shapes={
+        "a": None, "b": None, "bias": None, "c": None, "out": None, "scale_a": _F32, "scale_b": _F32}),
+    "rmsnorm": _Op("kernelgen.ops.rows", "rmsnorm", "explain_rmsnorm", optional=("weight",), shapes={
+        "x": None, "weight": None, "residual": None, "out": None}),
+    "silu_and_mul": _Op("kernelgen.ops.rows", "silu_and_mul", "explain_silu_and_mul", shapes={"x": None, "out": None}),
+    "moe": _Op("kernelgen.ops.moe", "moe", "explain_moe", shapes={
+        "x": None, "w13": None, "w2": None, "weights": _F32, "ids": _I32, "bias13": None, "bias2": None, "scale13": _F32,
+        "scale2": _F32, "out": None}, indices=("ids",)),
+    "route": _Op("kernelgen.ops.moe", "route", "explain_route", shapes={"logits": None, "bias": None}),
+    "paged_attention": _Op("kernelgen.ops.paged", "plan_attention", "explain_paged_attention", optional=("q_dtype",)),
+    "mla": _Op("kernelgen.ops.mla", "plan_mla", "explain_mla", optional=("q_dtype", "scale")),
+    "append_kv": _Op("kernelgen.ops.append", "append_kv", "explain_append_kv", shapes={"kv_cache": None, "k": None, "v": None}),
+    "rope": _Op("kernelgen.ops.rope", "rope", "explain_rope", optional=("k", "positions"), shapes={
+        "q": None, "k": None, "positions": _I32}, indices=("positions",)),
+    "merge_states": _Op("kernelgen.ops.merge", "merge_states", "explain_merge_states", optional=("lses",), shapes={"outs": None, "lses": _F32}),
 }
 OPS = tuple(_OPS)
 
 
 def explain(
-    op: str, *args: Any, target: Target | str | None = None, backend: str = "auto", dtype: torch.dtype | str = torch.bfloat16,
-    **kwargs: Any,
+    op: str, *args: Any, target: Target | str | int | torch.device | None = None, backend: str = "auto",
+    dtype: torch.dtype | str = torch.bfloat16, **kwargs: Any,
 ) -> Decision:
     """The Decision for a call, without running it: print it, or read ``chosen`` and ``candidates``.
 
-    op          "attention", "gemm", ... (``kernelgen.dispatch.explain.OPS``)
-    args        the op's tensors, or their shapes as tuples (then of ``dtype``); tensors may lie on the meta device
-    target      "sm_90a", "cpu", a Target; default: the device of the tensors, else this machine's first GPU or its CPU
+    op            "attention", "gemm", ... (``kernelgen.dispatch.explain.OPS``)
+    args, kwargs  those of the op's function (``plan_attention`` for "paged_attention"). A tensor may lie on the meta
+                  device, or be its shape as a tuple: then of ``dtype``, int32 for indices
+    target        "sm_90a", "cpu", 90, a Target or a torch.device; default: the device of the tensors, else this
+                  machine's first GPU or its CPU
 
-    Raises ShapeError for an unknown op and whatever the op itself raises for bad arguments.
+    Raises ShapeError for an unknown op, SettingsError for arguments that the op's function does not take or lacks,
+    DeviceError for an unknown target, and whatever the op itself raises for bad arguments.
     """
     if op not in _OPS:
         raise ShapeError(f"got op {op!r}, expected one of {', '.join(_OPS)}")
+    entry = _OPS[op]
     element = DTYPES[parse_dtype(str(dtype))].torch
-    values = [_as_tensor(a, element) for a in args]
-    named = {name: _as_tensor(value, element) if _is_shape(name, value) else value for name, value in kwargs.items()}
-    where, live = _target(target, [*values, *named.values()])
-    module, function = _OPS[op].split(":")
-    decide: Callable[..., Decision] = getattr(import_module(module), function)
-    return decide(*values, target=where, backend=backend, live=live, **named)
+    given = _bind(op, entry, args, kwargs)
+    where, live = _target(target, entry, given)
+    decide: Callable[..., Decision] = getattr(import_module(entry.module), entry.decide)
+    return decide(target=where, backend=backend, live=live, **_tensors(entry, given, element))
 
 
-def _is_shape(name: str, value: Any) -> bool:
-    tensor_arguments = ("q", "k", "v", "a", "b", "c", "x", "w13", "w2", "weight", "bias", "residual", "out")
-    return name in tensor_arguments and isinstance(value, (tuple, list, torch.Size))
+def _signature(entry: _Op) -> inspect.Signature:
+    """That of the op's function, without ``backend``, which ``explain`` takes itself."""
+    signature = inspect.signature(getattr(import_module(entry.module), entry.function))
+    return signature.replace(parameters=[p for p in signature.parameters.values() if p.name != "backend"])
 
 
-def _as_tensor(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, (tuple, list, torch.Size)):
-        _check_shape(value)
-        return torch.empty(tuple(value), dtype=dtype, device="meta")
-    return value
+def _bind(op: str, entry: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments by name. Raises SettingsError where the op's own function would not take them."""
+    signature = _signature(entry)
+    try:
+        given = signature.bind_partial(*args, **kwargs).arguments
+    except TypeError as error:
+        raise SettingsError(f"explain({op!r}): {error}; expected the arguments of {_shown(entry)}") from None
+    needed = [name for name, p in signature.parameters.items() if p.default is p.empty and name not in entry.optional]
+    missing = [name for name in needed if given.get(name) is None]
+    if missing:
+        raise SettingsError(f"explain({op!r}): got no {', '.join(missing)}; expected the arguments of {_shown(entry)}, "
+                            "tensors or their shapes")
+    return given
 
 
-def _check_shape(shape: Sequence[Any]) -> None:
-    if not all(isinstance(n, int) and n >= 0 for n in shape):
-        raise ShapeError(f"got shape {tuple(shape)!r}, expected whole numbers >= 0")
+def _shown(entry: _Op) -> str:
+    """kernelgen.gemm(a, b, *, bias, ...): the names, which is what a misspelt call needs."""
+    words: list[str] = []
+    for name, parameter in _signature(entry).parameters.items():
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in words:
+            words.append("*")
+        words.append(name)
+    return f"kernelgen.{entry.function}({', '.join(words)})"
 
 
-def _target(target: Target | str | None, values: list[Any]) -> tuple[Target, bool]:
+def _tensors(entry: _Op, given: Mapping[str, Any], element: torch.dtype) -> dict[str, Any]:
+    """Shapes become meta tensors. What is given with them as a tensor follows: only its shape, strides and dtype count."""
+    values = dict(given)
+    shaped = [name for name in entry.shapes if _is_shape(values.get(name))]
+    for name in shaped:
+        values[name] = _meta(name, values[name], entry.shapes[name] or element)
+    if _is_shape(values.get("shared")):  # of moe: a pair of tensors or of shapes
+        values["shared"] = tuple(_meta("shared", part, element) if _is_shape(part) else part for part in values["shared"])
+    for name in entry.shapes if shaped else _indices_of_meta(entry, values):
+        if isinstance(values.get(name), torch.Tensor):
+            values[name] = values[name].to("meta")
+    return values
+
+
+def _indices_of_meta(entry: _Op, values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Index tensors to move where the data lies on the meta device already: they are made on the host more often than not."""
+    data = (values.get(name) for name in entry.shapes if name not in entry.indices)
+    return entry.indices if any(isinstance(t, torch.Tensor) and t.device.type == "meta" for t in data) else ()
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, (tuple, list, torch.Size))
+
+
+def _meta(name: str, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+    if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in shape):
+        raise ShapeError(f"{name}: got shape {tuple(shape)!r}, expected whole numbers >= 0")
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
+
+
+def _target(target: Any, entry: _Op, given: Mapping[str, Any]) -> tuple[Target, bool]:
     """(target, is it this machine)."""
     if isinstance(target, Target):
         return target, False
     if isinstance(target, str):
         return Target.parse(target), target == "cpu"
-    devices = [v.device for v in values if isinstance(v, torch.Tensor) and v.device.type != "meta"]
-    if devices:
-        return target_of(devices[0]), True
+    if isinstance(target, torch.device):
+        return target_of(target), True
+    if isinstance(target, int) and not isinstance(target, bool):
+        return Target.parse(f"sm_{target}"), False
+    if target is not None:
+        raise DeviceError(f"target: got {target!r}, expected a name such as 'sm_90a' or 'cpu', a compute capability such as 90, "
+                          "a kernelgen.Target or a torch.device")
+    data = [given.get(name) for name in entry.shapes if name not in entry.indices]
+    data += [getattr(given.get("page_table"), "device", None)]
+    for value in data:
+        device = value.device if isinstance(value, torch.Tensor) else value
+        if isinstance(device, torch.device) and device.type != "meta":
+            return target_of(device), True
     return target_of("cuda:0" if torch.cuda.is_available() else "cpu"), True

@@ -35,17 +35,22 @@ class Rule:
 
 def _nothing_masked(p: Any) -> bool:
     """Dense attention of which every row sees every key: what torch's kernels do as the contract says, NaN included."""
-    return p.layout == "dense" and not (p.causal or p.windowed or p.kv_lens or p.mask) and p.head_dim == p.head_dim_v in (64, 128, 256)
+    return p.layout == "dense" and not (p.causal or p.windowed or p.kv_lens or p.mask or p.block_mask or p.variant)
+
+
+def _cudnn_attention(p: Any) -> bool:
+    """What cuDNN was measured for: 16-bit inputs (it has no others in torch) and its three head dims."""
+    return _nothing_masked(p) and p.q_dtype == p.kv_dtype in ("bf16", "fp16") and p.head_dim == p.head_dim_v in (64, 128, 256)
 
 
 def _plain_gemm(p: Any) -> bool:
-    return not (p.bias or p.activation or p.accumulate_c) and p.a_dtype == p.out_dtype and p.a_dtype in ("bf16", "fp16")
+    return not (p.bias or p.activation or p.accumulate_c) and p.a_dtype == p.b_dtype == p.out_dtype and p.a_dtype in ("bf16", "fp16")
 
 
 RULES: tuple[Rule, ...] = (
-    Rule("attention", "torch", 70, "cuDNN in torch 2.11 takes 0.39 - 0.74 x the time of prefill_mma, bf16, D 64, 128, 256, "
-         "1k - 16k (H200, 2026-11-29, `kernelgen bench attention`); with a mask it lets a NaN of a masked key through",
-         target_kind="cuda", capability=(90,), when=_nothing_masked),
+    Rule("attention", "torch", 70, "cuDNN in torch 2.11 takes 0.39 - 0.74 x the time of prefill_mma, measured in bf16, D 64, 128, 256, "
+         "1k - 16k, and so expected in fp16 (H200, 2026-11-29, `kernelgen bench attention`); with a mask it lets a NaN of a "
+         "masked key through", target_kind="cuda", capability=(90,), when=_cudnn_attention),
     Rule("gemm", "torch", 70, "cuBLAS takes 0.94 x the time of gemm_mma at M = 64 and 0.58 - 0.75 x from 128 up; gemm_mma is 1.1 - 1.2 x "
          "faster up to 24 (H200, 2026-11-29, tools/bench/results/h200_gemm_mma.json)", target_kind="cuda", capability=(90,),
          when=lambda p: _plain_gemm(p) and p.m > 32),

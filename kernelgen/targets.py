@@ -35,8 +35,13 @@ _SHARED_MEMORY_PER_BLOCK = {
     80: 163 * 1024, 86: 99 * 1024, 87: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 103: 227 * 1024,
     110: 227 * 1024, 120: 99 * 1024, 121: 99 * 1024,
 }
-# SM counts of the common part of each capability, used only where a target is given by hand.
-_TYPICAL_SM_COUNT = {80: 108, 86: 84, 87: 16, 89: 142, 90: 132, 100: 148, 103: 148, 110: 20, 120: 170, 121: 48}
+# SM counts of the products of each capability, the most common first: they choose a tile where a target is given by hand.
+# 80: A100, A30; 86: A40, RTX 3090, 3080 Ti, A10, 3080, A5000, A4000, 3070; 87: Orin; 89: L40S, RTX 4090, L20, 4080, L4, 4070;
+# 90: H100 SXM and H200, H100 PCIe, H20; 100, 103: B200 and B300, GB200 and GB300; 110: Thor; 120: RTX 5090, PRO 6000, 5080, 5070.
+_SM_COUNTS = {
+    80: (108, 56), 86: (84, 82, 80, 72, 68, 64, 48, 46), 87: (16, 8), 89: (142, 128, 92, 76, 58, 46), 90: (132, 114, 78),
+    100: (148, 152), 103: (148, 152), 110: (20,), 120: (170, 188, 84, 48), 121: (48,),
+}
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,12 @@ class Target:
         capability = int(match.group(1))
         # Hopper's own instructions need the "a" form; nobody who writes sm_90 wants to lose them.
         arch = "sm_90a" if capability == 90 else text
-        return Target(arch, _TYPICAL_SM_COUNT[capability], _SHARED_MEMORY_PER_BLOCK[capability])
+        return Target(arch, _SM_COUNTS[capability][0], _SHARED_MEMORY_PER_BLOCK[capability])
+
+
+def common_sm_counts(target: Target) -> tuple[int, ...]:
+    """The SM counts that GPUs of the target's architecture have; of a CPU its own thread count."""
+    return _SM_COUNTS.get(target.capability, (target.sm_count,))
 
 
 @lru_cache(maxsize=1)

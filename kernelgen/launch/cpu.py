@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from kernelgen.errors import LaunchError
-from kernelgen.launch.host import launcher
+from kernelgen.launch.host import launcher, load_error
 from kernelgen.specs import KernelSpec
 
 PHASE = struct.Struct("<Qq")  # struct Phase of templates/host/launcher.cc
@@ -50,5 +50,5 @@ def load_cpu_kernel(spec: KernelSpec, path: Path) -> CpuKernel:
         library = ctypes.CDLL(str(path))
         entries = tuple(ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in spec.entries)
     except (OSError, AttributeError) as error:
-        raise LaunchError(f"{spec}: cannot load {path}: {error}; `kernelgen cache verify` checks the cache") from error
+        raise load_error(str(spec), path, error) from error
     return CpuKernel(spec, library, entries)

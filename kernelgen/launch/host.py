@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -67,6 +68,18 @@ def _built_launcher() -> Path:
     return artifact.file("launcher.so")
 
 
+def load_error(what: str, path: Path, error: Exception) -> LaunchError:
+    """Why a library of the cache cannot be loaded, and what helps: a damaged file and a forbidden one look alike to dlopen."""
+    try:
+        forbidden = bool(os.statvfs(path).f_flag & os.ST_NOEXEC)
+    except OSError:
+        forbidden = False
+    if forbidden or "failed to map segment" in str(error):
+        return LaunchError(f"{what}: cannot load {path}: {error}; its file system does not allow programs to run from it (mounted "
+                           "noexec); set KERNELGEN_CACHE_DIR to a folder on one that does")
+    return LaunchError(f"{what}: cannot load {path}: {error}; `kernelgen cache verify` checks the cache")
+
+
 _module: Any = None
 _loading = threading.Lock()
 
@@ -83,7 +96,11 @@ def launcher() -> Any:
                 import tvm_ffi
 
                 tvm_ffi.register_error("LaunchError", LaunchError)
-                _module = tvm_ffi.load_module(str(shipped_launcher() or _built_launcher()))
+                path = shipped_launcher() or _built_launcher()
+                try:
+                    _module = tvm_ffi.load_module(str(path))
+                except (OSError, RuntimeError) as error:
+                    raise load_error("the launcher", path, error) from error
     return _module
 
 

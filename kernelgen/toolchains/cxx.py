@@ -19,6 +19,7 @@ from kernelgen.render import Source
 from kernelgen.settings import settings
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import CPU_ISA_LEVELS, Target
+from kernelgen.toolchains import process
 from kernelgen.toolchains.base import PARAMS_ABI, Toolchain, compile_error
 
 _CANDIDATES = ("c++", "g++", "clang++")
@@ -42,7 +43,11 @@ def _compiler(cxx: str | None) -> tuple[tuple[str, ...], str]:
         searched.append(f"CXX={candidate}" if cxx else candidate)
         if not words or shutil.which(words[0]) is None:
             continue
-        probe = subprocess.run([*words, "-v"], capture_output=True, text=True, check=False, env=_compiler_environment())
+        try:
+            probe = subprocess.run([*words, "-v"], capture_output=True, text=True, errors="replace", check=False,
+                                   env=_compiler_environment())
+        except OSError:  # there, and no program: a script without its first line, another machine's binary
+            continue
         lines = (probe.stdout + probe.stderr).splitlines()
         version = next((line.strip() for line in lines if re.match(r"(gcc|.*clang) version ", line)), "")
         machine = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("Target:")), "")
@@ -85,24 +90,29 @@ class Cxx(Toolchain):
 def run_compiler(command: list[str], folder: Path, source: Source, what: str) -> float:
     """Run a compiler in ``folder``, write build.log, check status and product (the last argument). Returns seconds."""
     start = time.perf_counter()
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=_compiler_environment())
+    try:
+        code, output = process.run(command, folder, _compiler_environment())
+    except OSError as error:
+        if not folder.is_dir():  # the cache was removed; its error is clearer
+            raise
+        raise ToolchainMissing(f"{what}: the compiler {command[0]!r} cannot be started ({error.strerror or error}); "
+                               "install g++ or clang++, or set CXX to its command") from error
     seconds = time.perf_counter() - start
-    output = done.stdout + done.stderr
-    (folder / "build.log").write_text(f"$ {shlex.join(command)}\n{output}\nexit status {done.returncode}\n", encoding="utf-8")
+    (folder / "build.log").write_text(f"$ {shlex.join(command)}\n{output}\nexit status {code}\n", encoding="utf-8")
     product = folder / command[-1]
-    if done.returncode == 0 and product.is_file() and product.stat().st_size > 0:
+    if code == 0 and product.is_file() and product.stat().st_size > 0:
         return seconds
-    status, hint = f"exit status {done.returncode}", ""
-    if done.returncode in (-9, 137) or "Killed signal" in output:
+    status, hint = f"exit status {code}", ""
+    if code in (-9, 137) or "Killed signal" in output:
         status = "killed (signal 9)"
         hint = "the system most likely ran out of memory; set KERNELGEN_MAX_JOBS=1 to compile one kernel at a time"
-    elif done.returncode < 0:
-        status = f"killed by signal {-done.returncode}"
-    elif done.returncode == 0:
+    elif code < 0:
+        status = f"killed by signal {-code}"
+    elif code == 0:
         status = f"exit status 0, but no {command[-1]} was written"
         hint = "the command is not a working compiler"
     elif "No space left on device" in output:
-        hint = "the disk is full; free space or set KERNELGEN_CACHE_DIR to another disk"
+        hint = "the disk is full; free space, or set KERNELGEN_CACHE_DIR (the product) or TMPDIR (the compiler's own files) to another disk"
     raise compile_error(what=what, command=command, output=output, source=source, folder=folder, status=status, hint=hint)
 
 

@@ -14,7 +14,7 @@ from kernelgen import settings
 from kernelgen.cli import cli
 from kernelgen.dispatch import rules, select
 from kernelgen.dispatch.backends import backends
-from kernelgen.errors import NoBackendError, ShapeError, ToolchainMissing
+from kernelgen.errors import DeviceError, NoBackendError, SettingsError, ShapeError, ToolchainMissing
 
 
 def _qkv(d: int = 64, dtype: torch.dtype = torch.float32, s: int = 17) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -130,3 +130,54 @@ def test_explain_refuses_unknown_ops_and_shapes() -> None:
         kernelgen.explain("atention", (1, 2, 3, 8))
     with pytest.raises(ShapeError, match="whole numbers"):
         kernelgen.explain("gemm", (1.5, 2), (2, 2))
+
+
+_QKV = ((1, 8, 2, 64),) * 3
+
+
+@pytest.mark.parametrize("op, args, kwargs, words", [
+    ("attention", (), {}, "got no q, k, v"), ("attention", _QKV[:2], {}, "got no v"), ("attention", (*_QKV[:2], None), {}, "got no v"),
+    ("gemm", ((4, 5),), {}, "got no b"), ("gemm", ((4, 5), (5, 6)), {"foo": 1}, "unexpected keyword argument 'foo'"),
+    ("gemm", ((4, 5), (5, 6), (4, 5)), {}, "too many positional arguments"), ("gemm", ((4, 5), (5, 6)), {"a": (4, 5)}, "multiple values"),
+    ("rmsnorm", (), {}, "got no x"), ("silu_and_mul", (), {"y": 1}, "'y'"), ("route", ((4, 8),), {}, "got no k"),
+    ("moe", ((4, 8),), {}, "got no w13"), ("paged_attention", (), {"head_dim": 8}, "got no page_table"),
+    ("attention_varlen", ((5, 4, 64),) * 3, {}, "got no cu_seqlens_q, cu_seqlens_k"),
+    ("attention", _QKV, {"cu_seqlens_q": (3,), "cu_seqlens_k": (3,)}, "cu_seqlens_q"),
+])
+def test_explain_names_what_a_call_lacks_or_does_not_take(op: str, args: tuple[object, ...], kwargs: dict[str, object], words: str) -> None:
+    with pytest.raises(SettingsError, match=words) as caught:
+        kernelgen.explain(op, *args, **kwargs)
+    public = "plan_attention" if op == "paged_attention" else op
+    assert f"kernelgen.{public}(" in str(caught.value) and "_describe" not in str(caught.value)
+
+
+def test_explain_takes_shapes_beside_tensors() -> None:
+    starts = torch.tensor([0, 2, 7], dtype=torch.int32)
+    q = torch.empty(5, 4, 64, dtype=torch.bfloat16, device="meta")
+    for args in (((5, 4, 64), (7, 2, 64), (7, 2, 64), starts, starts), (q, q, q, starts, starts), (q, q, q, (3,), starts)):
+        for target in ("sm_90a", "cpu"):
+            decision = kernelgen.explain("attention_varlen", *args, target=target)
+            assert decision.problem.batch == 2 and decision.chosen is not None and decision.chosen.backend == "generated"
+    lens = torch.tensor([3], dtype=torch.int32)
+    assert kernelgen.explain("attention", *_QKV, kv_lens=lens, return_lse=True, lse=(1, 2, 8), target="sm_80").problem.kv_lens
+    assert kernelgen.explain("gemm", torch.randn(4, 5).bfloat16(), (5, 6), target="sm_90a").problem.m == 4
+    assert kernelgen.explain("moe", (6, 16), (2, 64, 16), (2, 16, 32), (6, 2), torch.zeros(6, 2, dtype=torch.int64),
+                             shared=((8, 16), (16, 4)), expert_map=(0, 2), target="sm_90a").problem.shared == 4
+
+
+def test_explain_target_is_never_ignored() -> None:
+    assert str(kernelgen.explain("gemm", (4, 8), (8, 8), target=90).target) == "sm_90a"
+    assert kernelgen.explain("gemm", (4, 8), (8, 8), target=torch.device("cpu")).target.kind == "cpu"
+    for wrong in (70, 9.0, True, (9, 0), b"sm_90"):
+        with pytest.raises(DeviceError, match=r"got .*expected"):
+            kernelgen.explain("gemm", (4, 8), (8, 8), target=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype, score", [("bf16", 70), ("fp16", 70), ("fp32", 40), ("fp64", 40)])
+def test_measured_rows_hold_for_the_dtypes_that_they_name(dtype: str, score: float) -> None:
+    shapes = ((2, 4096, 32, 128),) * 3
+    attention = kernelgen.explain("attention", *shapes, dtype=dtype, target="sm_90a")
+    gemm = kernelgen.explain("gemm", (512, 512), (512, 512), dtype=dtype, target="sm_90a")
+    for decision, library in ((attention, "cuDNN"), (gemm, "cuBLAS")):
+        row = next(c for c in decision.candidates if c.backend == "torch")
+        assert row.verdict.ok and row.score == score and (library in row.note) == (score == 70)
