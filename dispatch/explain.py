@@ -57,7 +57,8 @@ _OPS = {
     "append_kv": _Op("kernelgen.ops.append", "append_kv", "explain_append_kv", shapes={"kv_cache": None, "k": None, "v": None}),
     "rope": _Op("kernelgen.ops.rope", "rope", "explain_rope", optional=("k", "positions"), shapes={
         "q": None, "k": None, "positions": _I32}, indices=("positions",)),
-    "merge_states": _Op("kernelgen.ops.merge", "merge_states", "explain_merge_states", optional=("lses",), shapes={"outs": None, "lses": _F32}),
+    "merge_states": _Op("kernelgen.ops.merge", "merge_states", "explain_merge_states", optional=("lses",), shapes={
+        "outs": None, "lses": _F32}),
 }
 OPS = tuple(_OPS)
 
