@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ class MLAPlan:
     scale: float
     backend: str
     _state: State
-    _runs: dict[Any, Callable[..., Any]] = field(default_factory=dict)
+    _runs: dict[Any, Callable[..., Any]]
 
     def run(
         self, q_nope: torch.Tensor, q_rope: torch.Tensor, ckv_cache: torch.Tensor, k_rope_cache: torch.Tensor | None = None, *,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,11 +12,11 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, no_backend_error, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DeviceError, DtypeError, KernelgenError, NoBackendError, SettingsError, ShapeError
-from kernelgen.guard import watched
+from kernelgen.guard import ORDINARY, watched
 from kernelgen.kernels.base import division_of
 from kernelgen.ops.attention import Window, check_window
 from kernelgen.ops.checks import check_last_contiguous, check_output, check_rank, check_tensors, shape_text
-from kernelgen.ops.memo import LIMIT, layout_of, new_memo, remember
+from kernelgen.ops.memo import layout_of, new_memo, remember, unusual
 from kernelgen.ops.page_table import Lengths, PageTable, check_starts, index_values
 from kernelgen.ops.planning import (
     Batch,
@@ -46,6 +46,7 @@ Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 _decisions = new_memo()
+Decided = tuple[Decision, Shape, dict[Any, Callable[..., Any]]]
 
 
 class State:
@@ -55,7 +56,20 @@ class State:
         self.arrays: Any = arrays
         self.bounds, self.shape = bounds, shape
         self.starts: torch.Tensor | None = None
+        self.key: Any = None  # what a prepared run depends on beside layouts
         self.rows: int | None = None  # of q, where the host knows them
+
+
+class _Address:
+    """All that a bound kernel asks of a tensor."""
+
+    __slots__ = ("_address",)
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def data_ptr(self) -> int:
+        return self._address
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -74,7 +88,7 @@ class AttentionPlan:
     rotation: int | None
     backend: str
     _state: State
-    _runs: dict[Any, Callable[..., Any]] = field(default_factory=dict)
+    _runs: dict[Any, Callable[..., Any]]
 
     def run(
         self, q: torch.Tensor, kv_cache: Cache, *, alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
@@ -94,23 +108,33 @@ class AttentionPlan:
         Raises ShapeError, DtypeError, DeviceError, LayoutError; SettingsError where the tensors do not fit the plan's
         flags; NoBackendError for a q that wants a gradient.
         """
+        plain = (alibi_slopes is None and sinks is None and mask is None and q_scale is None and k_scale is None and v_scale is None
+                 and variant_args is None and type(q) in ORDINARY and type(kv_cache) in ORDINARY and not watched())
+        if plain and isinstance(kv_cache, torch.Tensor):  # the second for the type checker
+            state, address, pages = self._state, q.data_ptr(), kv_cache.data_ptr()
+            short = (state.key, state.rows, q.shape, q.stride(), q.dtype, q.device, kv_cache.shape, kv_cache.stride(), kv_cache.dtype,
+                     kv_cache.device, (address | pages) & 15, return_lse, None if out is None else layout_of(out),
+                     None if lse is None else layout_of(lse), q.requires_grad and torch.is_grad_enabled())
+            known = self._runs.get(short)
+            if known is not None and address and pages and not q.is_neg() and not settings().check:
+                return known(state.arrays, q, kv_cache, out, lse)
         key: Any = None
         if settings().check:
             self._check_contents(kv_cache, mask)
         if variant_args is None and not watched():
             cache = layout_of(kv_cache) if isinstance(kv_cache, torch.Tensor) else tuple(map(layout_of, kv_cache))
-            key = (layout_of(q), cache, layout_of(out), layout_of(lse), return_lse, self._state.arrays.num_items, self._state.rows,
+            key = (self._state.key, layout_of(q), cache, layout_of(out), layout_of(lse), return_lse, self._state.rows,
                    *(x if x is None or isinstance(x, float) else layout_of(x)
                      for x in (alibi_slopes, sinks, mask, q_scale, k_scale, v_scale)),
                    torch.is_grad_enabled() and isinstance(q, torch.Tensor) and q.requires_grad)
             known = self._runs.get(key)
             if known is not None:
                 return known(self._state.arrays, q, kv_cache, alibi_slopes, sinks, mask, q_scale, k_scale, v_scale, out, lse)
-        call = self._prepare(q, kv_cache, alibi_slopes, sinks, mask, q_scale, k_scale, v_scale, variant_args, return_lse, out, lse)
+        call, quick = self._prepare(q, kv_cache, alibi_slopes, sinks, mask, q_scale, k_scale, v_scale, variant_args, return_lse, out, lse)
         if key is not None:
-            if len(self._runs) >= LIMIT:
-                self._runs.clear()
-            self._runs[key] = call
+            remember(self._runs, key, call)
+        if plain and quick is not None and not unusual(key):
+            remember(self._runs, short, quick)
         return call(self._state.arrays, q, kv_cache, alibi_slopes, sinks, mask, q_scale, k_scale, v_scale, out, lse)
 
     def update(self, page_table: PageTable, q_lens: Lengths | None = None) -> None:
@@ -129,9 +153,10 @@ class AttentionPlan:
         self, q: torch.Tensor, kv_cache: Cache, alibi_slopes: torch.Tensor | None, sinks: torch.Tensor | None,
         mask: torch.Tensor | None, q_scale: Scale | None, k_scale: Scale | None, v_scale: Scale | None,
         variant_args: Mapping[str, Any] | None, return_lse: bool, out: torch.Tensor | None, lse: torch.Tensor | None,
-    ) -> Callable[..., Any]:
-        """Check a call, bind what runs it; returns the closure of a repeated call with the same layouts."""
-        p = self.problem
+    ) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+        """Check a call, bind what runs it; returns the closure of a repeated call with the same layouts, and a shorter one for a
+        plain call, which only passes addresses. Both serve every plan of the same kind, so neither holds on to this one."""
+        p, soft_cap = self.problem, self.soft_cap
         k_cache, v_cache = self._check_call(q, kv_cache, alibi_slopes, sinks, mask, k_scale, v_scale)
         out_dtype = out.dtype if out is not None and q.dtype in _FP8 else torch.bfloat16 if q.dtype in _FP8 else q.dtype
         shape = (q.shape[0], p.num_q_heads, p.head_dim_v)
@@ -170,7 +195,7 @@ class AttentionPlan:
             if generated and rotation is not None:
                 q = rotate(q, rotation, compute_dtype=torch.float32).to(q.dtype)
             return PagedTensors(
-                q, k_cache, v_cache, arrays, out, lse, scale, self.soft_cap,
+                q, k_cache, v_cache, arrays, out, lse, scale, soft_cap,
                 None if alibi_slopes is None else alibi_slopes.expand(batch, -1),
                 sinks, mask, head_scale("q_scale", q_scale, batch, p.num_q_heads, q.device) if tensors[0] else None,
                 seen("k_scale", k_scale) if tensors[1] else None, seen("v_scale", v_scale) if tensors[2] else None, v_factor, words,
@@ -190,7 +215,19 @@ class AttentionPlan:
             run(t)
             return (t.out, t.lse) if return_lse else t.out
 
-        return call
+        same, behind = out_dtype == q.dtype, first.v_cache.data_ptr() - first.k_cache.data_ptr()
+
+        def quick(arrays: PlanArrays, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None) -> Any:
+            if out is None:
+                out = q.new_empty(shape) if same else q.new_empty(shape, dtype=out_dtype)
+            if lse is None and with_lse:
+                lse = q.new_empty(shape[:2], dtype=torch.float32)
+            values: Any = _Address(cache.data_ptr() + behind)
+            run(PagedTensors(q, cache, values, arrays, out, lse, scale, soft_cap))
+            return (out, lse) if return_lse else out
+
+        fits = generated and rotation is None and words is None and isinstance(kv_cache, torch.Tensor)
+        return call, quick if fits else None
 
     def _check_contents(self, kv_cache: Cache, mask: torch.Tensor | None) -> None:
         arrays, first = self._state.arrays, kv_cache if isinstance(kv_cache, torch.Tensor) else kv_cache[0]
@@ -294,13 +331,16 @@ def plan_device(table: PageTable, device: torch.device | str | None) -> torch.de
     return torch.device("cuda", torch.cuda.current_device()) if where.type == "cuda" and where.index is None else where
 
 
-def decide(problem: PagedAttentionProblem, device: torch.device, backend: str) -> tuple[Decision, Shape]:
-    """The decision for a plan, and how its arrays are cut. Raises NoBackendError where nothing can run it."""
+def decide(problem: PagedAttentionProblem, device: torch.device, backend: str) -> Decided:
+    """The decision for a plan, how its arrays are cut, and room for the runs of plans of this kind.
+
+    Raises NoBackendError where nothing can run it.
+    """
     decision = choose(problem, target_of(device), backend)
     if decision.chosen is None:
         raise no_backend_error(decision, settings().backend if backend == "auto" else backend)
     p = problem
-    return decision, Shape(p.group_size, p.num_kv_heads, p.head_dim_v, p.mask is not None, division_of(decision))
+    return decision, Shape(p.group_size, p.num_kv_heads, p.head_dim_v, p.mask is not None, division_of(decision)), {}
 
 
 def update_plan(plan: Any, page_table: PageTable, q_lens: Lengths | None) -> None:
@@ -335,16 +375,17 @@ def check_graph_bounds(decision: Decision, bounds: GraphBounds | None) -> None:
 
 
 def start_plan(
-    make: Any, decided: tuple[Decision, Shape], batch: Batch, device: torch.device, bounds: GraphBounds | None, **fields: Any,
+    make: Any, decided: Decided, batch: Batch, device: torch.device, bounds: GraphBounds | None, **fields: Any,
 ) -> Any:
     """A plan of class ``make`` for a decision, with its arrays filled."""
-    (decision, shape), arrays = decided, None
+    (decision, shape, runs), arrays = decided, None
     if bounds is not None:
         if not isinstance(bounds, GraphBounds):
             raise SettingsError(f"cuda_graph_bounds: got {bounds!r}, expected GraphBounds(max_q_tokens, max_seq_k)")
         check_graph_bounds(decision, bounds)
         arrays = make_bounded_arrays(batch.table.batch, bounds, page_numbers(batch.table).shape[0], shape, device)
-    plan = make(problem=decision.problem, decision=decision, device=device, _state=State(arrays, bounds, shape), **fields)
+    plan = make(problem=decision.problem, decision=decision, device=device, _state=State(arrays, bounds, shape), _runs=runs, **fields)
+    plan._state.key = (plan.scale, getattr(plan, "soft_cap", None), getattr(plan, "rotation", None), batch.table.batch)
     _set_lengths(plan, batch)
     return plan
 

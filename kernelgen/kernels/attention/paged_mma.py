@@ -64,9 +64,10 @@ _MAX_POSITION = 1 << 29  # positions plus windows stay within int32
 _MAX_GRID_Y = 65535
 _MERGE_BLOCKS = 1 << 14  # of the second stage: below it every head gets a block of its own
 _BLOCKS_PER_SM = 32
-# Items per place that can run one. The last wave is of whole chunks, so more and shorter ones waste less of it; a chunk of
-# the shortest length below moves 128 KB and more per head of 128, against 2 KB for its partial result.
-_DECODE_WAVES = 3
+# Items per place that can run one. One wave of long chunks reads a 16-bit cache at 3.9 - 4.25 TB/s, three waves at 3.6 - 4.0,
+# six at 3.1 - 3.8 (H200, 537 MB, tools/bench/results/h200_decode.json); of an fp8 cache, whose conversion is the limit, three
+# waves are the fastest.
+_DECODE_WAVES, _DECODE_WAVES_FP8 = 1, 3
 _MIN_CHUNK = 256
 _INVARIANT_CHUNK = 1024  # of batch-invariant calls
 _DECODE_ROWS = 16
@@ -112,8 +113,9 @@ def legal(problem: PagedAttentionProblem, target: Target, config: Config) -> Ver
 #   16x16 w1 s3 keys4     2 x 4                    8 x 2 x  8 KB = 128 KB
 #
 # A warp takes about 1,000 issue slots for 32 keys, and the memory delivers 32 keys of 512 bytes in 800 cycles per SM: one
-# warp per scheduler is enough. The order is a guess from these figures, not a measurement. The later ones are for wide heads
-# and small shared memory.
+# warp per scheduler is enough. Measured (H200, bf16, the file above): 3.56 - 3.99, 3.16 - 3.62, 3.54 - 3.89 and 3.35 - 3.83
+# TB/s at three waves. An fp8 cache wants the four warps that share a tile: 1.64 TB/s against 1.11. The later ones are for
+# wide heads and small shared memory.
 DECODE = (
     Config(16, 32, 1, 3), Config(16, 64, 1, 2), Config(16, 16, 1, 3, key_warps=4), Config(16, 32, 1, 2, key_warps=4),
     Config(16, 32, 1, 2), Config(16, 16, 1, 2), Config(16, 16, 1),
@@ -132,7 +134,7 @@ def _rows(problem: PagedAttentionProblem) -> int | None:
 def _configs(problem: PagedAttentionProblem) -> tuple[Config, ...]:
     rows = _rows(problem)
     if rows is not None and rows <= _DECODE_ROWS:
-        row: tuple[Config, ...] = DECODE
+        row: tuple[Config, ...] = DECODE if problem.kv_dtype not in FP8 else (DECODE[2], *DECODE)
     elif rows is None or rows <= _MIXED_ROWS:
         row = MIXED
     else:
@@ -163,7 +165,7 @@ def division(problem: PagedAttentionProblem, target: Target, config: Config) -> 
     """How a plan cuts a batch for this config."""
     if problem.batch_invariant:
         return Division(config.block_q, 1, _MIN_CHUNK, _INVARIANT_CHUNK)
-    waves = _DECODE_WAVES if config.block_q <= _MIXED_ROWS else 1
+    waves = (_DECODE_WAVES_FP8 if problem.kv_dtype in FP8 else _DECODE_WAVES) if config.block_q <= _MIXED_ROWS else 1
     places = target.sm_count * _resident_blocks(problem, target, config) * waves
     return Division(config.block_q, max(1, places // (max(problem.num_kv_heads, 1) * config.value_splits)), _MIN_CHUNK)
 
