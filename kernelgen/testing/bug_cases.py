@@ -68,8 +68,9 @@ def run(case: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *cu: torch
     """attention, or attention_varlen if ``cu`` has the two arrays of starts, through every backend but those of ``skip``."""
     call: Any = kernelgen.attention_varlen if cu else kernelgen.attention
     lse_shape = q.shape[:2] if cu else (q.shape[0], q.shape[2], q.shape[1])
-    names = backends(case, "attention", q, k, v, *cu, device=q.device.type, **features)
-    with_lse = backends(case, "attention", q, k, v, *cu, device=q.device.type, return_lse=True, **features)
+    op = "attention_varlen" if cu else "attention"
+    names = backends(case, op, q, k, v, *cu, device=q.device.type, **features)
+    with_lse = backends(case, op, q, k, v, *cu, device=q.device.type, return_lse=True, **features)
     out_dtype = torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
     results = {}
     for name in _chosen(names, skip, case, q.device.type):

@@ -217,7 +217,7 @@ def test_b29_lengths_change_by_update_only(device: str, batch: int) -> None:
     """Planned at 2 keys, updated to 8192 and back to 1: right each time. Without an update the caller's new lengths change nothing: a
     plan keeps the lengths that it copied."""
     cache = random_tensor((256, 2, 64, 1, 64), main_dtype(device), seed=29, device=device)
-    q = random_tensor((batch, 2, 64), cache.dtype, seed=batch, device=device)
+    q = random_tensor((batch, 8, 64), cache.dtype, seed=batch, device=device)
     blocks = torch.randint(0, 256, (batch, 128), generator=torch.Generator().manual_seed(2), dtype=torch.int32).to(device)
     sizes = plan_sizes(q, cache)
 

@@ -71,7 +71,6 @@ def test_b09_unused_slots_of_a_contiguous_cache(device: str, junk: float) -> Non
     assert_finite_and_same(*results, what=f"{junk}")
 
 
-@pytest.mark.xfail(strict=True, reason="scaled_dot_product_attention multiplies a masked value by 0, which NaN survives")
 def test_b09_torch_keeps_the_rule_too() -> None:
     """The torch backend is held to the same rule for keys past kv_lens."""
     q, (k, v) = random_tensor((1, 1, 4, 64), seed=1), random_tensors([(1, 128, 2, 64)] * 2, seed=2)
@@ -251,7 +250,7 @@ def _by_formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtype: torch.
 def test_b17_sixty_five_thousand_heads(device: str) -> None:
     """1 x 65,536 heads x 10 queries x 16."""
     q, k, v = random_tensors([(1, 10, 65_536, 16)] * 3, main_dtype(device), seed=17, device=device)
-    results = run("B17", q, k, v, skip=("reference",))
+    results = run("B17", q, k, v, skip=("reference", "torch"))
     exact, plain = (torch.einsum("hqk,khd->qhd", weights_of(torch.einsum("qhd,khd->hqk", q[0].to(t), k[0].to(t)) / 4, v.dtype),
                                  v[0].to(t))[None] for t in (torch.float64, torch.float32))
     for name, got in results.items():  # heads as the rows of a tile: ten queries would be few for a limit

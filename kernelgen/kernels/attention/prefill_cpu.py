@@ -53,7 +53,7 @@ def features_of(problem: AttentionProblem) -> Features:
     return Features(
         p.q_dtype, p.kv_dtype, p.out_dtype, p.head_dim, p.head_dim_v, 0, left=p.window[0] is not None,
         right=p.causal or p.window[1] is not None, soft_cap=p.soft_cap, alibi=p.alibi, sinks=p.sinks, mask=DENSE_MASKS[p.mask],
-        variant=p.variant, scales="kHead" if p.scales == "tensor" else "kNone", lse=p.return_lse,
+        variant=p.variant, scales="kNone" if p.scales in (None, "number") else "kHead", lse=p.return_lse,
     )
 
 
