@@ -180,7 +180,8 @@ def _attention(o: Options, *, ragged: bool) -> Call:
         "out": _meta((*lead, heads, dim_v), o["out_dtype"]) if o["out_dtype"] else None,
     }
     if o["scales"]:
-        scaled = {f"{name}_scale": 1.0 for name, dtype in (("q", o["dtype"]), ("k", kv_dtype), ("v", kv_dtype)) if dtype in _FP8}
+        types = (("q", o["dtype"]), ("k", kv_dtype), ("v", kv_dtype))
+        scaled = {f"{name}_scale": _meta((), "fp32") for name, dtype in types if dtype in _FP8}
         if not scaled:
             raise click.UsageError(f"--scales: got --dtype {o['dtype']}, expected an fp8 --dtype or --kv-dtype ({', '.join(_FP8)})")
         kwargs |= scaled

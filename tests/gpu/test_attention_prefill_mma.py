@@ -316,7 +316,8 @@ def test_features(types: tuple[str, str], features: str, d: int) -> None:
     wide = BF16 if fp8 else kv_type
     q, k, v = (x.to(t) for x, t in zip(inputs(2, 150, 190, 4, 2, d, dtype=wide, seed=seed), (q_type, kv_type, kv_type)))
     if not fp8:
-        v[:, 100, 1, 5], k[0, 120, 0, 3], v[1, 33, 0, 7] = NAN, NAN, INF
+        # Under ALiBi far weights are 0 in float32 and not in float64, and 0 * inf is NaN where the oracle has inf.
+        v[:, 100, 1, 5], k[0, 120, 0, 3], v[1, 33, 0, 7] = NAN, NAN, NAN if on.get("alibi") else INF
     given: dict[str, Any] = {"soft_cap": 4.0 if on.get("soft_cap") else None}
     given["alibi_slopes"] = random_tensor((2, 4), seed=seed, device=CUDA).abs() if on.get("alibi") else None
     given["sinks"] = random_tensor((4,), seed=seed + 1, device=CUDA) if on.get("sinks") else None
