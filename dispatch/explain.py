@@ -53,6 +53,12 @@ _OPS = {
         "scale2": _F32, "out": None}, indices=("ids",)),
     "route": _Op("kernelgen.ops.moe", "route", "explain_route", shapes={"logits": None, "bias": None}),
     "paged_attention": _Op("kernelgen.ops.paged", "plan_attention", "explain_paged_attention", optional=("q_dtype",)),
+    "mla": _Op("kernelgen.ops.mla", "plan_mla", "explain_mla", optional=("q_dtype", "scale")),
+    "append_kv": _Op("kernelgen.ops.append", "append_kv", "explain_append_kv", shapes={"kv_cache": None, "k": None, "v": None}),
+    "rope": _Op("kernelgen.ops.rope", "rope", "explain_rope", optional=("k", "positions"), shapes={
+        "q": None, "k": None, "positions": _I32}, indices=("positions",)),
+    "merge_states": _Op("kernelgen.ops.merge", "merge_states", "explain_merge_states", optional=("lses",), shapes={
+        "outs": None, "lses": _F32}),
 }
 OPS = tuple(_OPS)
 

@@ -25,6 +25,7 @@ from kernelgen.errors import (
     SettingsError,
     ShapeError,
     ToolchainMissing,
+    VariantError,
 )
 
 __version__ = "0.1.0"
@@ -39,50 +40,69 @@ _PUBLIC = {
     "AttentionPlan": "kernelgen.ops.paged",
     "PageTable": "kernelgen.ops.page_table",
     "plan_attention": "kernelgen.ops.paged",
+    "GraphBounds": "kernelgen.ops.planning",
+    "MLAPlan": "kernelgen.ops.mla",
+    "plan_mla": "kernelgen.ops.mla",
+    "cascade_attention": "kernelgen.ops.cascade",
+    "append_kv": "kernelgen.ops.append",
+    "append_mla": "kernelgen.ops.append",
+    "rope_append_kv": "kernelgen.ops.append",
     "alibi_slopes": "kernelgen.ops.eager",
     "grouped_gemm": "kernelgen.ops.eager",
     "grouped_gemm_masked": "kernelgen.ops.eager",
-    "merge_states": "kernelgen.ops.eager",
+    "merge_states": "kernelgen.ops.merge",
     "moe_permute": "kernelgen.ops.eager",
     "moe_sort": "kernelgen.ops.eager",
     "moe_unpermute": "kernelgen.ops.eager",
     "quantize_fp8": "kernelgen.ops.eager",
-    "rope": "kernelgen.ops.eager",
+    "rope": "kernelgen.ops.rope",
     "rmsnorm": "kernelgen.ops.rows",
     "silu_and_mul": "kernelgen.ops.rows",
+    "sdpa": "kernelgen.ops.sdpa",
     "explain": "kernelgen.dispatch.explain",
     "Target": "kernelgen.targets",
+    "variant": "kernelgen.variants",
+    "variants": "",  # a module of its own
 }
 
 if TYPE_CHECKING:
     from kernelgen.dispatch.explain import explain as explain
+    from kernelgen.ops.append import append_kv as append_kv
+    from kernelgen.ops.append import append_mla as append_mla
+    from kernelgen.ops.append import rope_append_kv as rope_append_kv
     from kernelgen.ops.attention import attention as attention
     from kernelgen.ops.attention import attention_varlen as attention_varlen
+    from kernelgen.ops.cascade import cascade_attention as cascade_attention
     from kernelgen.ops.eager import alibi_slopes as alibi_slopes
     from kernelgen.ops.eager import grouped_gemm as grouped_gemm
     from kernelgen.ops.eager import grouped_gemm_masked as grouped_gemm_masked
-    from kernelgen.ops.eager import merge_states as merge_states
     from kernelgen.ops.eager import moe_permute as moe_permute
     from kernelgen.ops.eager import moe_sort as moe_sort
     from kernelgen.ops.eager import moe_unpermute as moe_unpermute
     from kernelgen.ops.eager import quantize_fp8 as quantize_fp8
-    from kernelgen.ops.eager import rope as rope
     from kernelgen.ops.gemm import gemm as gemm
+    from kernelgen.ops.merge import merge_states as merge_states
+    from kernelgen.ops.mla import MLAPlan as MLAPlan
+    from kernelgen.ops.mla import plan_mla as plan_mla
     from kernelgen.ops.moe import moe as moe
     from kernelgen.ops.moe import route as route
     from kernelgen.ops.page_table import PageTable as PageTable
     from kernelgen.ops.paged import AttentionPlan as AttentionPlan
     from kernelgen.ops.paged import plan_attention as plan_attention
+    from kernelgen.ops.planning import GraphBounds as GraphBounds
+    from kernelgen.ops.rope import rope as rope
     from kernelgen.ops.rows import rmsnorm as rmsnorm
     from kernelgen.ops.rows import silu_and_mul as silu_and_mul
+    from kernelgen.ops.sdpa import sdpa as sdpa
     from kernelgen.targets import Target as Target
+    from kernelgen.variants import variant as variant
 
 
 def __getattr__(name: str) -> Any:
     module = _PUBLIC.get(name)
     if module is None:
         raise AttributeError(f"module 'kernelgen' has no attribute {name!r}")
-    value = getattr(import_module(module), name)
+    value = getattr(import_module(module), name) if module else import_module(f"kernelgen.{name}")
     globals()[name] = value  # found without this function from now on
     return value
 
@@ -98,9 +118,9 @@ for _module in ("tvm_ffi", "kernelgen.ops.attention", "kernelgen.ops.gemm", "ker
 import_module("kernelgen.toolchains.nvrtc").import_bindings()
 
 __all__ = [
-    "ArtifactMissingError", "AttentionPlan", "CacheError", "CompileError", "DeviceError", "DtypeError",
-    "KernelgenError", "LaunchError", "LayoutError", "NoBackendError", "PageTable", "SettingsError", "ShapeError",
-    "Target", "ToolchainMissing", "alibi_slopes", "attention", "attention_varlen", "explain", "gemm", "grouped_gemm",
-    "grouped_gemm_masked", "merge_states", "moe", "moe_permute", "moe_sort", "moe_unpermute", "plan_attention",
-    "quantize_fp8", "rmsnorm", "rope", "route", "silu_and_mul",
+    "ArtifactMissingError", "AttentionPlan", "CacheError", "CompileError", "DeviceError", "DtypeError", "GraphBounds", "KernelgenError",
+    "LaunchError", "LayoutError", "MLAPlan", "NoBackendError", "PageTable", "SettingsError", "ShapeError", "Target", "ToolchainMissing",
+    "VariantError", "alibi_slopes", "append_kv", "append_mla", "attention", "attention_varlen", "cascade_attention", "explain", "gemm",
+    "grouped_gemm", "grouped_gemm_masked", "merge_states", "moe", "moe_permute", "moe_sort", "moe_unpermute", "plan_attention",
+    "plan_mla", "quantize_fp8", "rmsnorm", "rope", "rope_append_kv", "route", "sdpa", "silu_and_mul", "variant", "variants",
 ]

@@ -61,5 +61,9 @@ class CacheError(KernelgenError):
     """The cache folder cannot be used, or an entry could not be published."""
 
 
+class VariantError(KernelgenError, ValueError):
+    """A variant's Python function cannot become kernel code; the message says which operation, and what to write instead."""
+
+
 class LaunchError(KernelgenError):
     """The driver refused to load or launch a kernel."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,6 +28,59 @@ class AttentionTensors(NamedTuple):
     v_scale: torch.Tensor | float | None = None
     block_mask: object | None = None
     variant: object | None = None
+    mask_indptr: torch.Tensor | None = None
+    variant_words: torch.Tensor | None = None
+    v_factor: float = 1.0
+
+
+class PlanArrays(NamedTuple):
+    """What a plan keeps on the device of q; docs/design/attention_inference.md says what each array holds.
+
+    int32 but for mask_indptr (int64) and the partial results (float32). ``num_items`` bounds item_indptr[B]; the
+    workspace is None where no request can have more than one split. update() refills the same memory.
+    """
+
+    q_indptr: torch.Tensor
+    kv_lens: torch.Tensor
+    page_begin: torch.Tensor
+    item_indptr: torch.Tensor
+    chunk: torch.Tensor
+    page_indices: torch.Tensor
+    mask_indptr: torch.Tensor | None
+    partial_out: torch.Tensor | None
+    partial_lse: torch.Tensor | None
+    num_items: int
+
+
+class PagedTensors(NamedTuple):
+    """One run of a plan. q (Tq, Hq, D), out (Tq, Hq, Dv), lse (Tq, Hq); caches (pages, page_size, Hkv, D or Dv) as views.
+
+    MLA: q is q_nope, q_rope (Tq, Hq, P), both caches are the latent one (pages, page_size, 1, R) and k_rope_cache is
+    (pages, page_size, 1, P). Scales are float32 tensors seen as 2-D: q_scale (B or 1, Hq or 1), k_scale and v_scale
+    (B or 1, Hkv or 1), or (pages, Hkv) where the problem says "page"; dimensions of 1 have stride 0. Plain numbers
+    among the scales are in ``scale`` and ``v_factor`` already.
+    """
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    arrays: PlanArrays
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    scale: float
+    soft_cap: float | None = None
+    alibi_slopes: torch.Tensor | None = None  # (B or 1, Hq), stride 0 where 1
+    sinks: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    q_scale: torch.Tensor | None = None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+    v_factor: float = 1.0
+    variant_words: torch.Tensor | None = None
+    q_rope: torch.Tensor | None = None
+    k_rope_cache: torch.Tensor | None = None
+    variant: Any = None  # for the reference backend, as is rotation
+    rotation: int | None = None
 
 
 class GemmTensors(NamedTuple):

@@ -10,6 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 os.environ.setdefault("KERNELGEN_CACHE_DIR", str(ROOT / "build" / "test-cache"))
+# Read when torch loads: its idle OpenMP threads would spin on the cores that the other worker's tests need.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -17,7 +17,8 @@ def _attention(problem: Any, t: Any) -> None:
     common = dict(
         causal=problem.causal, window=problem.window if problem.windowed else None, scale=t.scale, soft_cap=t.soft_cap,
         alibi_slopes=t.alibi_slopes, sinks=t.sinks, mask=t.mask, block_mask=t.block_mask, variant=t.variant,
-        kv_lens=t.kv_lens, q_scale=t.q_scale, k_scale=t.k_scale, v_scale=t.v_scale, return_lse=True,
+        kv_lens=t.kv_lens, q_scale=t.q_scale, k_scale=t.k_scale, return_lse=True,
+        v_scale=t.v_scale if t.v_factor == 1 else t.v_factor if t.v_scale is None else t.v_scale * t.v_factor,
     )
     if problem.layout == "dense":
         out, lse = reference.attention(t.q, t.k, t.v, **common)
@@ -71,8 +72,11 @@ def _silu_and_mul(problem: Any, t: Any) -> None:
 _RUN: dict[str, Callable[[Any, Any], Any]] = {
     "attention": _attention, "gemm": _gemm, "rmsnorm": _rmsnorm, "silu_and_mul": _silu_and_mul,
 }
-# Ops that only the oracle runs in this release live beside their public function, which registers itself here.
-_LATER = {"moe": "kernelgen.ops.moe", "route": "kernelgen.ops.moe", "paged_attention": "kernelgen.ops.paged"}
+# Ops whose call of the oracle lives beside their public function.
+_LATER = {
+    "append": "kernelgen.ops.append", "merge_states": "kernelgen.ops.merge", "moe": "kernelgen.ops.moe", "route": "kernelgen.ops.moe",
+    "paged_attention": "kernelgen.ops.paged", "rope": "kernelgen.ops.rope",
+}
 
 
 class Reference(Backend):

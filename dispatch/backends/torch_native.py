@@ -16,6 +16,8 @@ from kernelgen.problems.gemm import GemmProblem
 from kernelgen.targets import Target
 from kernelgen.verdicts import Verdict, first_no, no
 
+# The operator itself: a program may put kernelgen.sdpa in the place of torch.nn.functional's name for it.
+_sdpa = torch.ops.aten.scaled_dot_product_attention.default
 _FLOATS = ("fp64", "fp32", "bf16", "fp16")
 
 
@@ -73,8 +75,7 @@ def _attention(p: AttentionProblem) -> Callable[[Any], Any]:
                 seen = seen.unflatten(1, (p.num_kv_heads, -1)).any(2)
             k, v = (torch.where(seen.unsqueeze(-1), x, 0) for x in (k, v))
         with sdpa_kernel(order, set_priority=True) if q.is_cuda else contextlib.nullcontext():
-            out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=p.causal and not masked, scale=t.scale, enable_gqa=gqa)
+            out = _sdpa(q, k, v, mask, 0.0, p.causal and not masked, scale=t.scale, enable_gqa=gqa)
         if mask is not None:
             # torch leaves NaN in a row without keys; the contract says 0.
             out = torch.where(mask.any(-1, keepdim=True), out, 0)

@@ -52,7 +52,26 @@ class RowsCase:
         return f"{self.op}[rows={self.rows} width={self.width} {self.dtype}]"
 
 
-Case = Union[AttentionCase, GemmCase, RowsCase]
+@dataclass(frozen=True)
+class DecodeCase:
+    """One query per request over a paged cache of equal lengths; ``kv_dtype`` "" = the query's."""
+
+    batch: int
+    keys: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int = 16
+    dtype: str = "bf16"
+    kv_dtype: str = ""
+
+    def __str__(self) -> str:
+        kv = f"/{self.kv_dtype}" if self.kv_dtype else ""
+        return (f"decode[b={self.batch} keys={self.keys} hq={self.heads} hkv={self.kv_heads} d={self.head_dim} page={self.page_size} "
+                f"{self.dtype}{kv}]")
+
+
+Case = Union[AttentionCase, DecodeCase, GemmCase, RowsCase]
 
 
 @dataclass(frozen=True)
@@ -106,6 +125,18 @@ SUITES: dict[str, Suite] = {
                 AttentionCase(2, 128, 4, 64, True),),
         ),
         Suite(
+            "decode", "decode over a paged cache",
+            cuda=(
+                DecodeCase(64, 2048, 32, 8, 128), DecodeCase(16, 8192, 32, 8, 128), DecodeCase(2, 65536, 32, 8, 128),
+                DecodeCase(16, 2048, 32, 32, 128), DecodeCase(256, 4096, 16, 1, 128), DecodeCase(64, 4096, 32, 8, 64),
+                DecodeCase(64, 2048, 32, 8, 128, page_size=1), DecodeCase(64, 1024, 32, 8, 256), DecodeCase(16, 1024, 32, 8, 128),
+                DecodeCase(64, 4096, 32, 8, 128, kv_dtype="e4m3"),
+            ),
+            cpu=tuple(DecodeCase(b, keys, 32, 8, 128, dtype=dtype) for dtype in ("fp32", "bf16")
+                      for b, keys in ((4, 1024), (4, 4096), (16, 1024))),
+            quick_cuda=(DecodeCase(64, 2048, 32, 8, 128),), quick_cpu=(DecodeCase(2, 128, 8, 2, 64),),
+        ),
+        Suite(
             "gemm", "matrix product",
             cuda=(GemmCase(4096, 4096, 4096), GemmCase(4096, 4096, 4096, weight=False), *(GemmCase(*mnk) for mnk in _MNK)),
             cpu=tuple(
@@ -128,4 +159,4 @@ SUITES: dict[str, Suite] = {
     )
 }
 # What `kernelgen bench` runs when no suite is named.
-DEFAULT = ("attention", "gemm", "rows")
+DEFAULT = ("attention", "decode", "gemm", "rows")

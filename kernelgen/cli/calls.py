@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -175,11 +176,12 @@ def _attention(o: Options, *, ragged: bool) -> Call:
         "deterministic": not o["nondeterministic"], "batch_invariant": o["batch_invariant"],
         "alibi_slopes": _meta((heads,), "fp32") if o["alibi"] else None, "sinks": _meta((heads,), "fp32") if o["sinks"] else None,
         "mask": _attention_mask(o["mask"], (batch, heads, lead[-1], keys)), "kv_lens": _index(batch) if o["kv_lens"] else None,
-        "variant": _variant() if o["variant"] else None, "block_mask": object() if o["block_mask"] else None,
+        "variant": _variant() if o["variant"] else None, "block_mask": _block_mask() if o["block_mask"] else None,
         "out": _meta((*lead, heads, dim_v), o["out_dtype"]) if o["out_dtype"] else None,
     }
     if o["scales"]:
-        scaled = {f"{name}_scale": 1.0 for name, dtype in (("q", o["dtype"]), ("k", kv_dtype), ("v", kv_dtype)) if dtype in _FP8}
+        types = (("q", o["dtype"]), ("k", kv_dtype), ("v", kv_dtype))
+        scaled = {f"{name}_scale": _meta((), "fp32") for name, dtype in types if dtype in _FP8}
         if not scaled:
             raise click.UsageError(f"--scales: got --dtype {o['dtype']}, expected an fp8 --dtype or --kv-dtype ({', '.join(_FP8)})")
         kwargs |= scaled
@@ -197,6 +199,11 @@ def _attention_mask(kind: str | None, sizes: tuple[int, int, int, int]) -> Any:
         return torch.empty((batch, heads, rows, keys), dtype=torch.bool, device="meta")
     bits = rows * keys
     return torch.empty(bits if kind == "flat" else -(-bits // 8), dtype=torch.bool if kind == "flat" else torch.uint8, device="meta")
+
+
+def _block_mask() -> Any:
+    """Anything with the fields of a block mask: only its presence decides."""
+    return SimpleNamespace(kv_counts=None, kv_indices=None, block_size=128)
 
 
 def _variant() -> Any:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
 from kernelgen.verdicts import Verdict
+
+if TYPE_CHECKING:
+    from kernelgen.dispatch.decision import Decision
+    from kernelgen.kernels.attention.schedule import Division
 
 
 class LoadedKernel(Protocol):
@@ -40,6 +44,7 @@ class KernelFamily:
                 and returns the closure that a repeated call uses; it may only re-read addresses
     coverage    () -> (problem, config or None) pairs that together reach every branch of the template; tests and
                 the compile-everything check walk it
+    division    planned attention: (problem, target, config) -> Division, how a batch is cut into items
     """
 
     name: str
@@ -52,13 +57,18 @@ class KernelFamily:
     spec: Callable[[Any, Target, Any], KernelSpec]
     bind: Callable[[Any, Any, Any, Any], Callable[[Any], None]]
     coverage: Callable[[], Iterable[tuple[Any, Any]]]
+    division: Callable[[Any, Target, Any], Division] | None = None
 
 
 # op -> modules whose FAMILY runs it, imported when the op is first used.
 _MODULES: dict[str, tuple[str, ...]] = {
     "attention": ("attention.prefill_cpu", "attention.prefill_mma"),
+    "append": ("cache.append_cpu", "cache.append_cuda"),
     "gemm": ("gemm.gemm_cpu", "gemm.gemm_mma"),
+    "paged_attention": ("attention.paged_cpu", "attention.paged_mma"),
+    "merge_states": ("attention.merge_states_cpu", "attention.merge_states_cuda"),
     "rmsnorm": ("norm.rmsnorm_cpu", "norm.rmsnorm_cuda"),
+    "rope": ("rope.rope_cpu", "rope.rope_cuda"),
     "silu_and_mul": ("activation.silu_and_mul_cpu", "activation.silu_and_mul_cuda"),
 }
 
@@ -67,6 +77,15 @@ def families(op: str, target_kind: str | None = None) -> list[KernelFamily]:
     """The generated kernels of an op, in registry order."""
     found = [import_module(f"kernelgen.kernels.{module}").FAMILY for module in _MODULES.get(op, ())]
     return [f for f in found if target_kind is None or f.target_kind == target_kind]
+
+
+def division_of(decision: Decision) -> Division | None:
+    """How the chosen kernel of a planned problem cuts a batch; None where it does not look at items."""
+    chosen = decision.chosen
+    if chosen is None or chosen.backend != "generated":
+        return None
+    family = next(f for f in families(decision.problem.op) if f.name == chosen.kernel)
+    return family.division(decision.problem, decision.target, chosen.config) if family.division else None
 
 
 def all_families() -> list[KernelFamily]:

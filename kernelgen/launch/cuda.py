@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -59,6 +59,11 @@ class CudaKernel:
     spec: KernelSpec
     handle: int
     image: bytes
+
+    def entry(self, name: str) -> CudaKernel:
+        """Another entry of the same binary, as a kernel of its own."""
+        handle = launcher().cuda_load(self.image, name) if self.handle else 0
+        return CudaKernel(replace(self.spec, entries=(name,)), handle, self.image)
 
     def prepare(
         self,

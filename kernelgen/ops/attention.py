@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,6 +26,9 @@ from kernelgen.ops.checks import (
 )
 from kernelgen.ops.memo import layout_of, new_memo, remember
 from kernelgen.ops.page_table import check_starts
+from kernelgen.ops.planning import check_mask
+from kernelgen.ops.scales import Scale, head_scale, split_numbers
+from kernelgen.ops.variants import bind_words, trace_or_name
 from kernelgen.problems.attention import AttentionProblem
 from kernelgen.problems.common import alignment_of
 from kernelgen.settings import settings
@@ -33,7 +36,6 @@ from kernelgen.targets import Target, target_of
 from kernelgen.tensors import AttentionTensors
 
 Window = tuple[int | None, int | None]
-Scale = torch.Tensor | float
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _calls = new_memo()
 _head_dims = {(576, 512)}  # beyond multiples of 8 up to 512: MLA with one latent head
@@ -93,13 +95,15 @@ def attention(
         call = _calls.get(key)
         if call is not None:
             return call(q, k, v, out, lse)
-    problem, tensors = _describe(
-        q, k, v, None, None, causal, window, scale, soft_cap, alibi_slopes, sinks, mask, block_mask, variant, kv_lens, q_scale,
-        k_scale, v_scale, return_lse, out, lse, deterministic, batch_invariant,
+    features = Features(
+        causal, window, scale, soft_cap, alibi_slopes, sinks, mask, block_mask, variant, kv_lens, q_scale, k_scale, v_scale, return_lse,
+        deterministic, batch_invariant,
     )
+    if not plain:
+        return _call(q, k, v, None, None, features, out, lse, backend)
+    problem, tensors = _describe(q, k, v, None, None, features, out, lse, backend)
     _, run = prepare(problem, target_of(q.device), backend, tensors)
-    if plain:
-        remember(_calls, key, _prepared(tensors, run, return_lse))
+    remember(_calls, key, _prepared(tensors, run, return_lse))
     return _finish(tensors, run(tensors), return_lse)
 
 
@@ -139,15 +143,15 @@ def attention_varlen(
     Everything else, and the errors, as in :func:`attention`.
     """
     check_backend(backend)
+    check_flags(causal=causal, return_lse=return_lse, deterministic=deterministic, batch_invariant=batch_invariant)
     for name, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if starts is None:
             raise ShapeError(f"{name}: got None, expected int32 starts (B + 1) of the requests: both are needed")
-    problem, tensors = _describe(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, causal, window, scale, soft_cap, alibi_slopes, sinks, mask, block_mask, variant,
-        kv_lens, q_scale, k_scale, v_scale, return_lse, out, lse, deterministic, batch_invariant,
+    features = Features(
+        causal, window, scale, soft_cap, alibi_slopes, sinks, mask, block_mask, variant, kv_lens, q_scale, k_scale, v_scale, return_lse,
+        deterministic, batch_invariant,
     )
-    _, run = prepare(problem, target_of(q.device), backend, tensors)
-    return _finish(tensors, run(tensors), return_lse)
+    return _call(q, k, v, cu_seqlens_q, cu_seqlens_k, features, out, lse, backend)
 
 
 def explain_attention(*args: Any, target: Target, backend: str, live: bool, **kwargs: Any) -> Decision:
@@ -156,26 +160,66 @@ def explain_attention(*args: Any, target: Target, backend: str, live: bool, **kw
     names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k") if ragged else ("q", "k", "v")
     values = dict(zip(names, args)) | kwargs
     values.pop("max_seqlen_q", None), values.pop("max_seqlen_k", None)
-    defaults = dict(
-        cu_seqlens_q=None, cu_seqlens_k=None, causal=False, window=None, scale=None, soft_cap=None, alibi_slopes=None,
-        sinks=None, mask=None, block_mask=None, variant=None, kv_lens=None, q_scale=None, k_scale=None, v_scale=None,
-        return_lse=False, out=None, lse=None, deterministic=True, batch_invariant=False,
-    )
-    problem, _ = _describe(**(defaults | values))
+    q, k, v, cu_q, cu_k, out, lse = (values.pop(name, None) for name in (*names[:3], "cu_seqlens_q", "cu_seqlens_k", "out", "lse"))
+    problem, _ = _describe(q, k, v, cu_q, cu_k, Features(**values), out, lse, backend)
     return choose(problem, target, backend, live=live)
+
+
+class Features(NamedTuple):
+    """The keyword arguments of attention that say what is computed."""
+
+    causal: bool = False
+    window: Window | None = None
+    scale: float | None = None
+    soft_cap: float | None = None
+    alibi_slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    block_mask: Any = None
+    variant: Any = None
+    kv_lens: torch.Tensor | None = None
+    q_scale: Scale | None = None
+    k_scale: Scale | None = None
+    v_scale: Scale | None = None
+    return_lse: bool = False
+    deterministic: bool = True
+    batch_invariant: bool = False
+
+
+def _call(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor | None, cu_seqlens_k: torch.Tensor | None,
+    f: Features, out: torch.Tensor | None, lse: torch.Tensor | None, backend: str,
+) -> Any:
+    """A call with any feature; a repeated one is found by the layout of every tensor and the value of everything else."""
+    key: Any = None
+    if f.variant is None and f.block_mask is None and not watched():
+        tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse)
+        grad = torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in (q, k, v, f.sinks, f.alibi_slopes))
+        window = tuple(f.window) if isinstance(f.window, list) else f.window
+        key = (*map(layout_of, tensors), *(layout_of(x) if isinstance(x, torch.Tensor) else x for x in f._replace(window=window)),
+               backend, grad)
+        try:
+            run = _calls.get(key)
+        except TypeError:  # something unhashable among the features: the checks below name it
+            key = run = None
+        if run is not None:
+            given = _gather(q, k, v, cu_seqlens_q, cu_seqlens_k, f, out, lse)
+            return _finish(given, run(given), f.return_lse)
+    problem, given = _describe(q, k, v, cu_seqlens_q, cu_seqlens_k, f, out, lse, backend)
+    _, run = prepare(problem, target_of(q.device), backend, given)
+    if key is not None:
+        remember(_calls, key, run)
+    return _finish(given, run(given), f.return_lse)
 
 
 def _describe(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor | None, cu_seqlens_k: torch.Tensor | None,
-    causal: bool, window: Window | None, scale: float | None, soft_cap: float | None, alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None, mask: torch.Tensor | None, block_mask: Any, variant: Any, kv_lens: torch.Tensor | None,
-    q_scale: Scale | None, k_scale: Scale | None, v_scale: Scale | None, return_lse: bool, out: torch.Tensor | None,
-    lse: torch.Tensor | None, deterministic: bool, batch_invariant: bool,
+    f: Features, out: torch.Tensor | None, lse: torch.Tensor | None, backend: str,
 ) -> tuple[AttentionProblem, AttentionTensors]:
     """Check everything, allocate outputs, and describe the call."""
     check_required(q=q, k=k, v=v)
-    check_flags(causal=causal, return_lse=return_lse, deterministic=deterministic, batch_invariant=batch_invariant)
-    check_tensors(q=q, k=k, v=v, out=out, lse=lse, alibi_slopes=alibi_slopes, sinks=sinks, mask=mask)
+    check_flags(causal=f.causal, return_lse=f.return_lse, deterministic=f.deterministic, batch_invariant=f.batch_invariant)
+    check_tensors(q=q, k=k, v=v, out=out, lse=lse, alibi_slopes=f.alibi_slopes, sinks=f.sinks, mask=f.mask)
     ragged = cu_seqlens_q is not None or cu_seqlens_k is not None
     rank, form = (3, "(T, H, D)") if ragged else (4, "(B, S, H, D)")
     for name, t in (("q", q), ("k", k), ("v", v)):
@@ -186,54 +230,95 @@ def _describe(
     if ragged:
         if cu_seqlens_q is None or cu_seqlens_k is None:
             raise ShapeError("got one of cu_seqlens_q and cu_seqlens_k, expected both")
-        cu_seqlens_q = index_tensor("cu_seqlens_q", cu_seqlens_q, None, q.device)
-        cu_seqlens_k = index_tensor("cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.shape[0], q.device)
+        index_tensor("cu_seqlens_q", cu_seqlens_q, None, q.device)
+        index_tensor("cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.shape[0], q.device)
         batch = cu_seqlens_q.shape[0] - 1
         if batch < 0:
             raise ShapeError("cu_seqlens_q: got shape (0), expected (B + 1) with a leading 0")
-    if kv_lens is not None:
-        kv_lens = index_tensor("kv_lens", kv_lens, batch, q.device)
-    window = check_window(window)
-    scale = None if scale is None else number("scale", scale)
-    soft_cap = None if soft_cap is None else number("soft_cap", soft_cap)
-    if soft_cap is not None and not 0 <= soft_cap < math.inf:
-        raise SettingsError(f"soft_cap: got {soft_cap}, expected a finite number above 0, or None or 0 for no cap")
-    scales = [s for s in (q_scale, k_scale, v_scale) if s is not None]
-    out_dtype = torch.bfloat16 if q.dtype in _FP8 else q.dtype
-    out_shape = (*q.shape[:-1], dv)
-    lse_shape = (seq_q, hq) if ragged else (batch, hq, seq_q)
-    grad = needs_torch(q, k, v, sinks, alibi_slopes)
-    _check_masks(mask, block_mask, variant, (batch, hq, seq_q, seq_k), ragged)
-    for name, value in (("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale)):
-        if value is not None and not isinstance(value, torch.Tensor):
-            number(name, value)
+    if f.kv_lens is not None:
+        index_tensor("kv_lens", f.kv_lens, batch, q.device)
+    _check_features(f, batch, hq)
+    for name, scale, tensor in (("q_scale", f.q_scale, q), ("k_scale", f.k_scale, k), ("v_scale", f.v_scale, v)):
+        if scale is not None and tensor.dtype not in _FP8:
+            raise DtypeError(f"{name}: got one for {tensor.dtype}, expected an fp8 tensor; leave {name} out")
+    _check_masks(f.mask, f.block_mask, f.variant, (batch, hq, seq_q, seq_k), ragged)
     if settings().check:
-        _check_contents(cu_seqlens_q, cu_seqlens_k, kv_lens, seq_q, seq_k)
+        _check_contents(cu_seqlens_q, cu_seqlens_k, f.kv_lens, seq_q, seq_k)
+    window = check_window(f.window)
+    grad = needs_torch(q, k, v, f.sinks, f.alibi_slopes)
     if grad:
         check_no_output_with_grad(out=out, lse=lse)
-    if out is None:
-        out = torch.empty(out_shape, dtype=out_dtype, device=q.device)
-    else:
+    out_dtype = torch.bfloat16 if q.dtype in _FP8 else q.dtype
+    if out is not None:
         out_dtype = out.dtype if q.dtype in _FP8 else out_dtype
-        check_output("out", out, out_shape, out_dtype, q.device)
+        check_output("out", out, (*q.shape[:-1], dv), out_dtype, q.device)
     if lse is not None:
-        check_output("lse", lse, lse_shape, torch.float32, q.device)
-    elif return_lse:
-        lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
+        check_output("lse", lse, (seq_q, hq) if ragged else (batch, hq, seq_q), torch.float32, q.device)
+    tensors = _gather(q, k, v, cu_seqlens_q, cu_seqlens_k, f, out, lse)
+    given = [s for s in (f.q_scale, f.k_scale, f.v_scale) if s is not None]
     problem = AttentionProblem(
         layout="ragged" if ragged else "dense", batch=batch, seq_q=seq_q, seq_k=seq_k, num_q_heads=hq, num_kv_heads=hkv,
         head_dim=d, head_dim_v=dv, q_dtype=dtype_name(q.dtype), kv_dtype=dtype_name(k.dtype), out_dtype=dtype_name(out_dtype),
-        causal=bool(causal), window=window, soft_cap=bool(soft_cap), alibi=alibi_slopes is not None, sinks=sinks is not None,
-        mask=_mask_kind(mask, ragged), variant=None if variant is None else str(getattr(variant, "name", "custom")),
-        block_mask=block_mask is not None, kv_lens=kv_lens is not None, scales="tensor" if scales else None,
-        return_lse=lse is not None, requires_grad=grad, deterministic=deterministic, batch_invariant=batch_invariant,
-        alignment=alignment_of(q, k, v, out),
+        causal=bool(f.causal), window=window, soft_cap=bool(f.soft_cap), alibi=f.alibi_slopes is not None, sinks=f.sinks is not None,
+        mask=_mask_kind(f.mask, ragged), variant=trace_or_name(f.variant, backend, tensors.lse is not None),
+        block_mask=f.block_mask is not None, kv_lens=f.kv_lens is not None,
+        scales="tensor" if any(isinstance(s, torch.Tensor) for s in given) else "number" if given else None,
+        return_lse=tensors.lse is not None, requires_grad=grad, deterministic=f.deterministic, batch_invariant=f.batch_invariant,
+        alignment=alignment_of(q, k, v, tensors.out),
     )
-    tensors = AttentionTensors(
-        q, k, v, out, lse, d**-0.5 if scale is None else float(scale), cu_seqlens_q, cu_seqlens_k,
-        float(soft_cap) if soft_cap else None, alibi_slopes, sinks, mask, kv_lens, q_scale, k_scale, v_scale, block_mask, variant,
+    if settings().check and tensors.mask_indptr is not None and tensors.mask is not None:
+        check_mask(tensors.mask, tensors.mask_indptr)
+    return problem, tensors._replace(variant_words=bind_words(f.variant, problem.variant, q.device))
+
+
+def _gather(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor | None, cu_seqlens_k: torch.Tensor | None,
+    f: Features, out: torch.Tensor | None, lse: torch.Tensor | None,
+) -> AttentionTensors:
+    """The tensors of a checked call in the forms that kernels take; nothing here waits for a device."""
+    ragged = cu_seqlens_q is not None
+    hq, hkv = q.shape[-2], k.shape[-2]
+    batch = cu_seqlens_q.shape[0] - 1 if cu_seqlens_q is not None else q.shape[0]
+    if out is None:
+        out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=torch.bfloat16 if q.dtype in _FP8 else q.dtype, device=q.device)
+    if lse is None and f.return_lse:
+        lse = torch.empty((q.shape[0], hq) if ragged else (batch, hq, q.shape[1]), dtype=torch.float32, device=q.device)
+    cu_q, cu_k, kv_lens = (None if t is None else t.to(torch.int32).contiguous() for t in (cu_seqlens_q, cu_seqlens_k, f.kv_lens))
+    mask, mask_indptr = f.mask, None
+    if mask is not None and ragged:
+        assert cu_q is not None and cu_k is not None
+        sizes = cu_q.diff().to(torch.int64) * (cu_k.diff() if kv_lens is None else kv_lens)
+        mask_indptr = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
+    elif mask is not None:
+        from kernelgen.reference.masks import dense_mask  # the oracles are no part of `import kernelgen`
+
+        mask = dense_mask(mask, (batch, hq, q.shape[1], k.shape[1])).expand(batch, hq, q.shape[1], k.shape[1])
+    scale = q.shape[-1] ** -0.5 if f.scale is None else number("scale", f.scale)
+    logit_factor, v_factor, _ = split_numbers(f.q_scale, f.k_scale, f.v_scale)
+    return AttentionTensors(
+        q, k, v, out, lse, scale * logit_factor, cu_q, cu_k, float(f.soft_cap) if f.soft_cap else None, f.alibi_slopes, f.sinks, mask,
+        kv_lens, head_scale("q_scale", f.q_scale, batch, hq, q.device), head_scale("k_scale", f.k_scale, batch, hkv, q.device),
+        head_scale("v_scale", f.v_scale, batch, hkv, q.device), f.block_mask, f.variant, mask_indptr, None, v_factor,
     )
-    return problem, tensors
+
+
+def _check_features(f: Features, batch: int, num_heads: int) -> None:
+    """What no later step would name: numbers, slopes, sinks."""
+    if f.scale is not None:
+        number("scale", f.scale)
+    soft_cap = None if f.soft_cap is None else number("soft_cap", f.soft_cap)
+    if soft_cap is not None and not 0 <= soft_cap < math.inf:
+        raise SettingsError(f"soft_cap: got {soft_cap}, expected a finite number above 0, or None or 0 for no cap")
+    for name in ("q_scale", "k_scale", "v_scale"):
+        value = getattr(f, name)
+        if value is not None and not isinstance(value, torch.Tensor):
+            number(name, value)
+    if f.alibi_slopes is not None:
+        from kernelgen.reference.masks import check_alibi
+
+        check_alibi(f.alibi_slopes, batch, num_heads)
+    if f.sinks is not None and (tuple(f.sinks.shape) != (num_heads,) or f.sinks.dtype not in (torch.float32, torch.float64)):
+        raise ShapeError(f"sinks: got {f.sinks.dtype} {shape_text(f.sinks)}, expected float32 (Hq) = ({num_heads})")
 
 
 def _check_dtypes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -280,7 +365,7 @@ def check_window(window: Any) -> Window:
 
 def _check_masks(mask: Any, block_mask: Any, variant: Any, shape: tuple[int, int, int, int], ragged: bool) -> None:
     if mask is not None and not ragged and mask.dtype == torch.bool:
-        from kernelgen.reference.masks import dense_mask  # the oracles are no part of `import kernelgen`
+        from kernelgen.reference.masks import dense_mask
 
         dense_mask(mask, shape)
     needed = {"block_mask": ("kv_counts", "kv_indices", "block_size"), "variant": ("score", "mask")}

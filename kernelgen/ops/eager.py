@@ -1,4 +1,4 @@
-"""Small ops and the pieces of MoE that the float64 oracle runs in this release, rounded to the contract's dtypes.
+"""Pieces of MoE and small ops that the float64 oracle runs in this release, rounded to the contract's dtypes.
 
 They are no part of dispatch yet: ``backend`` may be "auto" or "reference". They run on any device, read index values
 back to the host, and are differentiable where their arithmetic is.
@@ -6,8 +6,7 @@ back to the host, and are differentiable where their arithmetic is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -35,39 +34,6 @@ def alibi_slopes(num_heads: int) -> torch.Tensor:
     Raises ShapeError for fewer than one head.
     """
     return reference.alibi_slopes(num_heads)
-
-
-def merge_states(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over disjoint sets of keys, merged: outs (n, T, H, D), lses (n, T, H) natural log to (out, lse).
-
-    out (T, H, D) in outs' dtype, lse (T, H) float32. A side with LSE -inf adds nothing; -inf on every side gives 0 and
-    -inf. Raises ShapeError, DtypeError, DeviceError.
-    """
-    check_tensors(outs=outs, lses=lses)
-    out, lse = reference.merge_states(outs, lses)
-    return out.to(outs.dtype), lse.to(torch.float32)
-
-
-def rope(
-    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, *, theta: float = 10000.0, cos_sin_cache: torch.Tensor | None = None,
-    rotary_dim: int | None = None, interleaved: bool = False, scaling: Mapping[str, Any] | None = None, inplace: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotary position embedding of q (.., Hq, D) and k (.., Hkv, D) by positions (..) int32 or int64.
-
-    The first ``rotary_dim`` entries rotate (default: all): pairs (i, i + rotary_dim / 2), or (2i, 2i + 1) if
-    ``interleaved``. Angles come from ``theta`` and ``scaling`` (keys of a Hugging Face rope_scaling: "linear",
-    "llama3") in float64, or from ``cos_sin_cache`` (positions, rotary_dim), cosines then sines. Computed in float32
-    (float64 for float64 tensors), rounded once. ``inplace``: q and k are overwritten and returned.
-
-    Raises ShapeError (also for a position outside the cache), DtypeError, DeviceError, SettingsError.
-    """
-    check_tensors(q=q, k=k, positions=positions, cos_sin_cache=cos_sin_cache)
-    compute = torch.float64 if q.dtype == torch.float64 else torch.float32
-    new_q, new_k = reference.rope(q, k, positions, theta=theta, cos_sin_cache=cos_sin_cache, rotary_dim=rotary_dim,
-                                  interleaved=interleaved, scaling=scaling, compute_dtype=compute)
-    if inplace:
-        return q.copy_(new_q), k.copy_(new_k)
-    return new_q.to(q.dtype), new_k.to(k.dtype)
 
 
 def moe_sort(ids: torch.Tensor, num_experts: int, *, expert_map: ExpertMap | None = None) -> MoESort:

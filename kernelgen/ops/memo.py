@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ def new_memo() -> dict[Hashable, Any]:
     return memo
 
 
-def remember(memo: dict[Hashable, Any], key: Hashable, call: Callable[..., Any]) -> None:
+def remember(memo: dict[Hashable, Any], key: Hashable, call: Any) -> None:
     if unusual(key):
         return
     if len(memo) >= LIMIT:

@@ -1,13 +1,9 @@
-"""plan_attention: attention over a paged cache as a plan (lengths, flags) that runs once per layer.
-
-In this release the float64 oracle runs every plan: it reads lengths back to the host, so it cannot be captured in a
-CUDA graph. What a call means does not change when kernels join.
-"""
+"""plan_attention: attention over a paged cache as a plan (lengths, flags) that runs once per layer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,58 +11,73 @@ import torch
 from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, no_backend_error, prepare
 from kernelgen.dtypes import dtype_name
-from kernelgen.errors import DeviceError, DtypeError, NoBackendError, SettingsError, ShapeError
+from kernelgen.errors import DeviceError, DtypeError, KernelgenError, NoBackendError, SettingsError, ShapeError
+from kernelgen.guard import ORDINARY, watched
+from kernelgen.kernels.base import division_of
 from kernelgen.ops.attention import Window, check_window
 from kernelgen.ops.checks import check_last_contiguous, check_output, check_rank, check_tensors, shape_text
+from kernelgen.ops.memo import layout_of, new_memo, remember, unusual
 from kernelgen.ops.page_table import Lengths, PageTable, check_starts, index_values
+from kernelgen.ops.planning import (
+    Batch,
+    GraphBounds,
+    Shape,
+    check_mask,
+    check_pages,
+    make_arrays,
+    make_bounded_arrays,
+    page_numbers,
+    read_batch,
+    refill,
+    to_host,
+)
+from kernelgen.ops.scales import Scale, head_scale, page_scale, split_numbers
+from kernelgen.ops.variants import bind_words, trace_or_name
+from kernelgen.problems.common import alignment_of
 from kernelgen.problems.paged import PagedAttentionProblem
 from kernelgen.reference.checks import check_option
-from kernelgen.reference.masks import Variant
 from kernelgen.reference.paged import split_cache
+from kernelgen.reference.rotation import rotate
 from kernelgen.settings import settings
 from kernelgen.targets import Target, target_of
+from kernelgen.tensors import PagedTensors, PlanArrays
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-Scale = torch.Tensor | float
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
-
-class PagedTensors(NamedTuple):
-    """q, out (Tq, Hq, D or Dv); caches (pages, page_size, Hkv, D or Dv) as views; starts (B + 1) of the query rows."""
-
-    q: torch.Tensor
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
-    table: PageTable
-    starts: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor | None
-    scale: float
-    soft_cap: float | None
-    alibi_slopes: torch.Tensor | None
-    sinks: torch.Tensor | None
-    mask: torch.Tensor | None
-    q_scale: Scale | None
-    k_scale: Scale | None
-    v_scale: Scale | None
-    variant: Any
-    rotation: int | None
+_decisions = new_memo()
+Decided = tuple[Decision, Shape, dict[Any, Callable[..., Any]]]
 
 
-class _Lengths:
-    """The part of a plan that update() refills: the page table and the query starts, in memory of the plan."""
+class State:
+    """The part of a plan that update() refills."""
 
-    def __init__(self, table: PageTable, starts: torch.Tensor) -> None:
-        self.table, self.starts = table, starts
+    def __init__(self, arrays: PlanArrays | None, bounds: GraphBounds | None, shape: Shape) -> None:
+        self.arrays: Any = arrays
+        self.bounds, self.shape = bounds, shape
+        self.starts: torch.Tensor | None = None
+        self.key: Any = None  # what a prepared run depends on beside layouts
+        self.rows: int | None = None  # of q, where the host knows them
 
-    @property
-    def rows(self) -> int | None:
-        return int(self.starts[-1]) if self.starts.device.type == "cpu" else None
+
+class _Address:
+    """All that a bound kernel asks of a tensor."""
+
+    __slots__ = ("_address",)
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def data_ptr(self) -> int:
+        return self._address
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AttentionPlan:
-    """Made by :func:`plan_attention`. ``problem`` is what it was made for, ``decision`` what runs it and why."""
+    """Made by :func:`plan_attention`. ``problem`` is what it was made for, ``decision`` what runs it and why.
+
+    Counts of tokens in ``problem`` are rounded up to powers of two: a choice may depend on no more than that.
+    """
 
     problem: PagedAttentionProblem
     decision: Decision
@@ -76,7 +87,8 @@ class AttentionPlan:
     variant: Any
     rotation: int | None
     backend: str
-    _lengths: _Lengths
+    _state: State
+    _runs: dict[Any, Callable[..., Any]]
 
     def run(
         self, q: torch.Tensor, kv_cache: Cache, *, alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
@@ -96,46 +108,136 @@ class AttentionPlan:
         Raises ShapeError, DtypeError, DeviceError, LayoutError; SettingsError where the tensors do not fit the plan's
         flags; NoBackendError for a q that wants a gradient.
         """
-        p = self.problem
-        k_cache, v_cache = self._check_call(q, kv_cache, alibi_slopes, sinks, mask, k_scale, v_scale, out, lse)
-        shape = (q.shape[0], p.num_q_heads, p.head_dim_v)
-        if out is None:
-            out = torch.empty(shape, dtype=torch.bfloat16 if q.dtype in _FP8 else q.dtype, device=q.device)
-        else:
-            check_output("out", out, shape, out.dtype if q.dtype in _FP8 else q.dtype, q.device)
-        if lse is not None:
-            check_output("lse", lse, shape[:2], torch.float32, q.device)
-        elif return_lse:
-            lse = torch.empty(shape[:2], dtype=torch.float32, device=q.device)
-        tensors = PagedTensors(
-            q, k_cache, v_cache, self._lengths.table, self._lengths.starts, out, lse, self.scale, self.soft_cap, alibi_slopes,
-            sinks, mask, q_scale, k_scale, v_scale, _with_arguments(self.variant, variant_args), self.rotation,
-        )
-        _, run = prepare(p, target_of(q.device), self.backend, tensors)
-        run(tensors)
-        return (out, lse) if return_lse and lse is not None else out
+        plain = (alibi_slopes is None and sinks is None and mask is None and q_scale is None and k_scale is None and v_scale is None
+                 and variant_args is None and type(q) in ORDINARY and type(kv_cache) in ORDINARY and not watched())
+        if plain and isinstance(kv_cache, torch.Tensor):  # the second for the type checker
+            state, address, pages = self._state, q.data_ptr(), kv_cache.data_ptr()
+            short = (state.key, state.rows, q.shape, q.stride(), q.dtype, q.device, kv_cache.shape, kv_cache.stride(), kv_cache.dtype,
+                     kv_cache.device, (address | pages) & 15, return_lse, None if out is None else layout_of(out),
+                     None if lse is None else layout_of(lse), q.requires_grad and torch.is_grad_enabled())
+            known = self._runs.get(short)
+            if known is not None and address and pages and not q.is_neg() and not settings().check:
+                return known(state.arrays, q, kv_cache, out, lse)
+        key: Any = None
+        if settings().check:
+            self._check_contents(kv_cache, mask)
+        if variant_args is None and not watched():
+            cache = layout_of(kv_cache) if isinstance(kv_cache, torch.Tensor) else tuple(map(layout_of, kv_cache))
+            key = (self._state.key, layout_of(q), cache, layout_of(out), layout_of(lse), return_lse, self._state.rows,
+                   *(x if x is None or isinstance(x, float) else layout_of(x)
+                     for x in (alibi_slopes, sinks, mask, q_scale, k_scale, v_scale)),
+                   torch.is_grad_enabled() and isinstance(q, torch.Tensor) and q.requires_grad)
+            known = self._runs.get(key)
+            if known is not None:
+                return known(self._state.arrays, q, kv_cache, alibi_slopes, sinks, mask, q_scale, k_scale, v_scale, out, lse)
+        call, quick = self._prepare(q, kv_cache, alibi_slopes, sinks, mask, q_scale, k_scale, v_scale, variant_args, return_lse, out, lse)
+        if key is not None:
+            remember(self._runs, key, call)
+        if plain and quick is not None and not unusual(key):
+            remember(self._runs, short, quick)
+        return call(self._state.arrays, q, kv_cache, alibi_slopes, sinks, mask, q_scale, k_scale, v_scale, out, lse)
 
     def update(self, page_table: PageTable, q_lens: Lengths | None = None) -> None:
-        """Take new lengths and pages of as many requests; ``q_lens`` None keeps the query lengths.
+        """Take new lengths and pages; ``q_lens`` None: one query per request, or the planned starts if the batch is the same.
 
-        Raises ShapeError for another batch or page size: make a new plan for these.
+        With ``cuda_graph_bounds`` the plan's own memory is refilled, for any batch within the bounds; without, the batch
+        stays that of the plan. Raises ShapeError for another page size or batch: make a new plan for these.
         """
-        p = self.problem
-        _check_table(page_table)
-        if (page_table.batch, page_table.page_size) != (p.batch, p.page_size):
-            raise ShapeError(
-                f"got {page_table}, expected {p.batch} requests with pages of {p.page_size} as planned; make a new plan for others")
-        starts = self._lengths.starts if q_lens is None else _query_starts(q_lens, None, p.batch)
-        self._lengths.table, self._lengths.starts = page_table.copy(), starts
+        update_plan(self, page_table, q_lens)
 
     def __repr__(self) -> str:
         chosen = self.decision.chosen
         return f"AttentionPlan({self.problem} by {chosen.label if chosen else 'nothing'})"
 
+    def _prepare(
+        self, q: torch.Tensor, kv_cache: Cache, alibi_slopes: torch.Tensor | None, sinks: torch.Tensor | None,
+        mask: torch.Tensor | None, q_scale: Scale | None, k_scale: Scale | None, v_scale: Scale | None,
+        variant_args: Mapping[str, Any] | None, return_lse: bool, out: torch.Tensor | None, lse: torch.Tensor | None,
+    ) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+        """Check a call, bind what runs it; returns the closure of a repeated call with the same layouts, and a shorter one for a
+        plain call, which only passes addresses. Both serve every plan of the same kind, so neither holds on to this one."""
+        p, soft_cap = self.problem, self.soft_cap
+        k_cache, v_cache = self._check_call(q, kv_cache, alibi_slopes, sinks, mask, k_scale, v_scale)
+        out_dtype = out.dtype if out is not None and q.dtype in _FP8 else torch.bfloat16 if q.dtype in _FP8 else q.dtype
+        shape = (q.shape[0], p.num_q_heads, p.head_dim_v)
+        if out is not None:
+            check_output("out", out, shape, out_dtype, q.device)
+        if lse is not None:
+            check_output("lse", lse, shape[:2], torch.float32, q.device)
+        with_lse = return_lse or lse is not None
+        if with_lse and getattr(self.variant, "normalization", "softmax") == "none":
+            raise SettingsError("return_lse: got True with a variant of normalization 'none', expected False: there is no softmax")
+        batch, pages, kind = self._state.arrays.kv_lens.shape[0], k_cache.shape[0], p.kv_scales
+        if alibi_slopes is not None:
+            _check_alibi(alibi_slopes, batch, p.num_q_heads)
+        logit_factor, v_factor, tensors = split_numbers(q_scale, k_scale, v_scale)
+        scale, rotation, variant = self.scale * logit_factor, self.rotation, _with_arguments(self.variant, variant_args)
+        words = bind_words(variant, p.variant, q.device)
+
+        def seen(name: str, value: Scale | None) -> torch.Tensor | None:
+            if kind == "page":
+                return page_scale(name, value, pages, p.num_kv_heads, q.device)
+            return head_scale(name, value, batch, p.num_kv_heads, q.device, kind)
+
+        generated = self.decision.chosen is not None and self.decision.chosen.backend == "generated"
+        layout = p.kv_layout
+
+        def gather(
+            arrays: PlanArrays, q: torch.Tensor, kv_cache: Cache, alibi_slopes: torch.Tensor | None, sinks: torch.Tensor | None,
+            mask: torch.Tensor | None, q_scale: Scale | None, k_scale: Scale | None, v_scale: Scale | None,
+            out: torch.Tensor | None, lse: torch.Tensor | None,
+        ) -> PagedTensors:
+            k_cache, v_cache = split_cache(kv_cache, layout)
+            if out is None:
+                out = torch.empty(shape, dtype=out_dtype, device=q.device)
+            if lse is None and with_lse:
+                lse = torch.empty(shape[:2], dtype=torch.float32, device=q.device)
+            if generated and rotation is not None:
+                q = rotate(q, rotation, compute_dtype=torch.float32).to(q.dtype)
+            return PagedTensors(
+                q, k_cache, v_cache, arrays, out, lse, scale, soft_cap,
+                None if alibi_slopes is None else alibi_slopes.expand(batch, -1),
+                sinks, mask, head_scale("q_scale", q_scale, batch, p.num_q_heads, q.device) if tensors[0] else None,
+                seen("k_scale", k_scale) if tensors[1] else None, seen("v_scale", v_scale) if tensors[2] else None, v_factor, words,
+                variant=variant, rotation=None if generated else rotation,
+            )
+
+        first = gather(self._state.arrays, q, kv_cache, alibi_slopes, sinks, mask, q_scale, k_scale, v_scale, out, lse)
+        problem = replace(
+            p, q_scale=first.q_scale is not None, return_lse=with_lse, out_dtype=dtype_name(first.out.dtype),
+            kv_scales=p.kv_scales if first.k_scale is not None or first.v_scale is not None else None,
+            alignment=alignment_of(first.q, first.k_cache, first.v_cache, first.out),
+        )
+        run = bind_run(self, problem, first)
+
+        def call(*given: Any) -> Any:
+            t = gather(*given)
+            run(t)
+            return (t.out, t.lse) if return_lse else t.out
+
+        same, behind = out_dtype == q.dtype, first.v_cache.data_ptr() - first.k_cache.data_ptr()
+
+        def quick(arrays: PlanArrays, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None) -> Any:
+            if out is None:
+                out = q.new_empty(shape) if same else q.new_empty(shape, dtype=out_dtype)
+            if lse is None and with_lse:
+                lse = q.new_empty(shape[:2], dtype=torch.float32)
+            values: Any = _Address(cache.data_ptr() + behind)
+            run(PagedTensors(q, cache, values, arrays, out, lse, scale, soft_cap))
+            return (out, lse) if return_lse else out
+
+        fits = generated and rotation is None and words is None and isinstance(kv_cache, torch.Tensor)
+        return call, quick if fits else None
+
+    def _check_contents(self, kv_cache: Cache, mask: torch.Tensor | None) -> None:
+        arrays, first = self._state.arrays, kv_cache if isinstance(kv_cache, torch.Tensor) else kv_cache[0]
+        check_pages(arrays, self.problem.page_size, first.shape[0])
+        if mask is not None and arrays.mask_indptr is not None:
+            check_mask(mask, arrays.mask_indptr)
+
     def _check_call(
         self, q: torch.Tensor, kv_cache: Cache, alibi_slopes: torch.Tensor | None, sinks: torch.Tensor | None,
-        mask: torch.Tensor | None, k_scale: Scale | None, v_scale: Scale | None, out: torch.Tensor | None,
-        lse: torch.Tensor | None,
+        mask: torch.Tensor | None, k_scale: Scale | None, v_scale: Scale | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Check the tensors against the plan; returns the two caches as (pages, page_size, Hkv, D) views."""
         p = self.problem
@@ -144,14 +246,14 @@ class AttentionPlan:
         if not isinstance(kv_cache, torch.Tensor) and not (isinstance(kv_cache, tuple) and len(kv_cache) == 2):
             raise ShapeError(f"kv_cache: got {type(kv_cache).__name__}, expected one 5-D tensor or a pair of 4-D tensors")
         parts = (kv_cache, None) if isinstance(kv_cache, torch.Tensor) else kv_cache
-        check_tensors(q=q, kv_cache=parts[0], v_cache=parts[1], alibi_slopes=alibi_slopes, sinks=sinks, mask=mask, out=out, lse=lse)
+        check_tensors(q=q, kv_cache=parts[0], v_cache=parts[1], alibi_slopes=alibi_slopes, sinks=sinks, mask=mask)
         check_rank("q", q, 3, "(Tq, Hq, D)")
         check_last_contiguous(q=q, kv_cache=parts[0], v_cache=parts[1])
         if q.device != self.device:
             raise DeviceError(f"q is on {q.device}, expected {self.device} as planned; plan with device={str(q.device)!r}")
         if tuple(q.shape[1:]) != (p.num_q_heads, p.head_dim):
             raise ShapeError(f"q: got shape {shape_text(q)}, expected (Tq, {p.num_q_heads}, {p.head_dim}) as planned")
-        rows = self._lengths.rows
+        rows = self._state.rows
         if rows is not None and q.shape[0] != rows:
             raise ShapeError(f"q: got {q.shape[0]} rows in {shape_text(q)}, expected {rows}, the sum of the planned query lengths")
         k_cache, v_cache = split_cache(kv_cache, p.kv_layout)
@@ -195,28 +297,118 @@ def plan_attention(
     bool) or "packed" (bits); ``kv_scales``: "tensor", "head", "request_head" or "page"; ``rotation``: Hadamard sign seed
     with which the cached keys were rotated. causal, window, scale, soft_cap, variant: as in ``attention``.
 
-    The plan copies lengths and pages, and takes no other tensor: these are given to run.
+    The plan copies lengths. Page numbers stay where the table has them: leave those of used pages unchanged until the runs are
+    done (with ``cuda_graph_bounds`` they are copied). Every other tensor is given to run.
 
-    Raises ShapeError, DtypeError, DeviceError, SettingsError; NoBackendError with the table of reasons, also for
-    ``cuda_graph_bounds``, which no backend of this release can keep.
+    ``cuda_graph_bounds`` (:class:`GraphBounds`): the plan may be captured in a CUDA graph and updated within them; its
+    memory is allocated for them at once.
+
+    Raises ShapeError, DtypeError, DeviceError, SettingsError; NoBackendError with the table of reasons.
     """
-    if cuda_graph_bounds is not None:
-        raise NoBackendError("got cuda_graph_bounds, but only the reference backend runs paged attention in this release, and it "
-                             "reads lengths on the host: it cannot be captured; leave cuda_graph_bounds out and run eagerly")
-    problem, starts = _describe(
-        page_table, num_q_heads, num_kv_heads, head_dim, head_dim_v, q_lens, cu_seqlens_q, q_dtype, kv_dtype, kv_layout, causal,
-        window, soft_cap, alibi, sinks, mask, variant, kv_scales, rotation, batch_invariant, deterministic,
-    )
-    where = page_table.device if device is None else torch.device(device)
-    if where.type == "cuda" and where.index is None:
-        where = torch.device("cuda", torch.cuda.current_device())
-    decision = choose(problem, target_of(where), backend)
+    check_table(page_table)
+    where = plan_device(page_table, device)
+    batch = read_batch(page_table, query_starts(q_lens, cu_seqlens_q, page_table.batch))
+    key: Any = None
+    if variant is None and not isinstance(window, list):
+        key = (size_classes(batch), where, num_q_heads, num_kv_heads, head_dim, head_dim_v, q_dtype, kv_dtype, kv_layout, causal, window,
+               soft_cap, alibi, sinks, mask, kv_scales, rotation is None, batch_invariant, deterministic, backend)
+    known = _decisions.get(key) if key is not None else None
+    if known is None:
+        problem = _describe(
+            batch, num_q_heads, num_kv_heads, head_dim, head_dim_v, q_dtype, kv_dtype, kv_layout, causal, window, soft_cap, alibi, sinks,
+            mask, variant, kv_scales, rotation, batch_invariant, deterministic, backend,
+        )
+        known = decide(problem, where, backend)
+        if key is not None:
+            remember(_decisions, key, known)
+    return start_plan(AttentionPlan, known, batch, where, cuda_graph_bounds, scale=head_dim**-0.5 if scale is None else float(scale),
+                      soft_cap=float(soft_cap) if soft_cap else None, variant=variant, rotation=rotation, backend=backend)
+
+
+def plan_device(table: PageTable, device: torch.device | str | None) -> torch.device:
+    """Where q and the cache of a plan are."""
+    where = table.device if device is None else torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if where.type == "cuda" and where.index is None else where
+
+
+def decide(problem: PagedAttentionProblem, device: torch.device, backend: str) -> Decided:
+    """The decision for a plan, how its arrays are cut, and room for the runs of plans of this kind.
+
+    Raises NoBackendError where nothing can run it.
+    """
+    decision = choose(problem, target_of(device), backend)
     if decision.chosen is None:
         raise no_backend_error(decision, settings().backend if backend == "auto" else backend)
-    return AttentionPlan(
-        problem, decision, where, head_dim**-0.5 if scale is None else float(scale), float(soft_cap) if soft_cap else None, variant,
-        rotation, backend, _Lengths(page_table.copy(), starts),
-    )
+    p = problem
+    return decision, Shape(p.group_size, p.num_kv_heads, p.head_dim_v, p.mask is not None, division_of(decision)), {}
+
+
+def update_plan(plan: Any, page_table: PageTable, q_lens: Lengths | None) -> None:
+    """Take new lengths and pages into an AttentionPlan or MLAPlan."""
+    p, state = plan.problem, plan._state
+    check_table(page_table)
+    batch = state.arrays.kv_lens.shape[0]
+    fits = page_table.batch <= batch if state.bounds else page_table.batch == batch
+    if not fits or page_table.page_size != p.page_size:
+        raise ShapeError(
+            f"got {page_table}, expected {batch} requests with pages of {p.page_size} as planned; make a new plan for others")
+    planned = q_lens is None and page_table.batch == batch
+    starts = state.starts if planned else query_starts(q_lens, None, page_table.batch)
+    _set_lengths(plan, read_batch(page_table, starts))
+
+
+def bind_run(plan: Any, problem: PagedAttentionProblem, first: PagedTensors) -> Callable[[PagedTensors], Any]:
+    """What runs the plan's problem, now that layouts are known. The plan's items must be those that it expects."""
+    # The plan's own target: on a CPU the number of threads, which may have changed since, decides how a batch is cut.
+    decision, run = prepare(problem, plan.decision.target, plan.backend, first)
+    planned, needed = plan._state.shape.division, division_of(decision)
+    if needed is not None and needed != planned:
+        raise KernelgenError(f"{decision.chosen} cuts a batch by {needed}, the plan was cut by {planned}: please report {problem}")
+    return run
+
+
+def check_graph_bounds(decision: Decision, bounds: GraphBounds | None) -> None:
+    """Only a kernel that reads the plan's arrays can be captured."""
+    chosen = decision.chosen
+    if bounds is not None and chosen is not None and chosen.backend != "generated":
+        raise NoBackendError(f"got cuda_graph_bounds, but {chosen.label} runs this plan: it reads lengths on the host and cannot be "
+                             f"captured; leave cuda_graph_bounds out\n{decision}")
+
+
+def start_plan(
+    make: Any, decided: Decided, batch: Batch, device: torch.device, bounds: GraphBounds | None, **fields: Any,
+) -> Any:
+    """A plan of class ``make`` for a decision, with its arrays filled."""
+    (decision, shape, runs), arrays = decided, None
+    if bounds is not None:
+        if not isinstance(bounds, GraphBounds):
+            raise SettingsError(f"cuda_graph_bounds: got {bounds!r}, expected GraphBounds(max_q_tokens, max_seq_k)")
+        check_graph_bounds(decision, bounds)
+        arrays = make_bounded_arrays(batch.table.batch, bounds, page_numbers(batch.table).shape[0], shape, device)
+    plan = make(problem=decision.problem, decision=decision, device=device, _state=State(arrays, bounds, shape), _runs=runs, **fields)
+    plan._state.key = (plan.scale, getattr(plan, "soft_cap", None), getattr(plan, "rotation", None), batch.table.batch)
+    _set_lengths(plan, batch)
+    return plan
+
+
+def _set_lengths(plan: Any, batch: Batch) -> None:
+    """Fill a plan's arrays, on the device where lengths are there and a kernel can plan them."""
+    state = plan._state
+    shape = state.shape
+    state.starts, state.rows = batch.starts, batch.rows
+    if not batch.on_host:
+        if plan.decision.chosen.backend == "generated" and plan.device.type == "cuda":
+            from kernelgen.kernels.attention.plan_cuda import plan_on_device
+
+            state.arrays = plan_on_device(batch, shape, plan.device, state.bounds, state.arrays if state.bounds else None)
+            return
+        batch = to_host(batch)
+        state.rows = batch.rows
+    if state.bounds is None:
+        state.arrays = make_arrays(batch, shape, plan.device)
+    else:
+        refill(state.arrays, batch, state.bounds, shape)
+        state.rows = None  # rows past the batch's last are left unwritten
 
 
 def explain_paged_attention(*args: Any, target: Target, backend: str, live: bool, **kwargs: Any) -> Decision:
@@ -229,33 +421,52 @@ def explain_paged_attention(*args: Any, target: Target, backend: str, live: bool
     values = defaults | dict(zip(("page_table",), args)) | kwargs
     for name in ("scale", "device", "cuda_graph_bounds"):  # change no choice
         values.pop(name, None)
-    problem, _ = _describe(**values)
-    return choose(problem, target, backend, live=live)
+    table = values.pop("page_table")
+    check_table(table)
+    batch = read_batch(table, query_starts(values.pop("q_lens"), values.pop("cu_seqlens_q"), table.batch))
+    return choose(_describe(batch, **values, backend=backend), target, backend, live=live)
 
 
 def run_reference(problem: PagedAttentionProblem, t: PagedTensors) -> None:
-    """The float64 oracle; fills out and lse."""
+    """The float64 oracle; fills out and lse. Lengths and pages are read back to the host."""
     from kernelgen import reference
 
-    out, lse = reference.paged_attention(
-        t.q, (t.k_cache, t.v_cache), t.table, cu_seqlens_q=t.starts, causal=problem.causal,
-        window=problem.window if problem.windowed else None, scale=t.scale, soft_cap=t.soft_cap, alibi_slopes=t.alibi_slopes,
-        sinks=t.sinks, mask=t.mask, variant=t.variant, q_scale=t.q_scale, k_scale=t.k_scale, v_scale=t.v_scale,
-        kv_scales=problem.kv_scales, rotation=t.rotation, return_lse=True,
+    a, size = t.arrays, problem.page_size
+    lengths, begin = a.kv_lens.tolist(), a.page_begin.tolist()
+    numbers = a.page_indices.cpu()
+    pages = tuple(tuple(numbers[first : first - (-length // size)].tolist()) for first, length in zip(begin, lengths))
+    common: dict[str, Any] = dict(
+        cu_seqlens_q=a.q_indptr, causal=problem.causal, scale=t.scale, return_lse=True, k_scale=t.k_scale, kv_scales=problem.kv_scales,
     )
+    table = reference.PageTable(pages, tuple(lengths), size)
+    if problem.kv_scales != "page":
+        common |= {"kv_scales": None if t.k_scale is None and t.v_scale is None else "request_head"}
+    if problem.rope_dim:
+        assert t.q_rope is not None and t.k_rope_cache is not None
+        out, lse = reference.mla_attention(t.q, t.q_rope, t.k_cache[:, :, 0], t.k_rope_cache[:, :, 0], table, **common)
+        out = out * t.v_factor
+    else:
+        v_scale = t.v_scale if t.v_factor == 1 else t.v_factor if t.v_scale is None else t.v_scale * t.v_factor
+        if t.v_scale is None and t.v_factor != 1 and problem.kv_scales == "page":
+            v_scale = torch.full((t.v_cache.shape[0], problem.num_kv_heads), t.v_factor, device=t.q.device)
+        if t.v_scale is None and t.v_factor != 1 and common["kv_scales"] == "request_head":
+            v_scale = torch.full((len(lengths), problem.num_kv_heads), t.v_factor, device=t.q.device)
+        out, lse = reference.paged_attention(
+            t.q, (t.k_cache, t.v_cache), table, window=problem.window if problem.windowed else None, soft_cap=t.soft_cap,
+            alibi_slopes=t.alibi_slopes, sinks=t.sinks, mask=t.mask, variant=t.variant, q_scale=t.q_scale, v_scale=v_scale,
+            rotation=t.rotation, **common,
+        )
     t.out.copy_(out)
     if t.lse is not None:
         t.lse.copy_(lse)
 
 
 def _describe(
-    page_table: PageTable, num_q_heads: int, num_kv_heads: int, head_dim: int, head_dim_v: int | None, q_lens: Lengths | None,
-    cu_seqlens_q: Lengths | None, q_dtype: torch.dtype, kv_dtype: torch.dtype | None, kv_layout: str, causal: bool,
-    window: Window | None, soft_cap: float | None, alibi: bool, sinks: bool, mask: str | None, variant: Any, kv_scales: str | None,
-    rotation: int | None, batch_invariant: bool, deterministic: bool,
-) -> tuple[PagedAttentionProblem, torch.Tensor]:
-    """Check the plan's arguments; returns the problem and the query starts."""
-    _check_table(page_table)
+    batch: Batch, num_q_heads: int, num_kv_heads: int, head_dim: int, head_dim_v: int | None, q_dtype: torch.dtype,
+    kv_dtype: torch.dtype | None, kv_layout: str, causal: bool, window: Window | None, soft_cap: float | None, alibi: bool, sinks: bool,
+    mask: str | None, variant: Any, kv_scales: str | None, rotation: int | None, batch_invariant: bool, deterministic: bool, backend: str,
+) -> PagedAttentionProblem:
+    """Check the plan's arguments."""
     dv = head_dim if head_dim_v is None else head_dim_v
     for name, size in (("head_dim", head_dim), ("head_dim_v", dv)):
         if size % 8 or not 8 <= size <= 512:
@@ -272,37 +483,55 @@ def _describe(
         raise DtypeError(f"kv_scales: got {kv_scales!r} with a {kv_dtype} cache, expected an fp8 one; leave kv_scales out")
     if soft_cap is not None and not soft_cap >= 0:
         raise SettingsError(f"soft_cap: got {soft_cap}, expected a positive number, or None or 0 for no cap")
-    starts = _query_starts(q_lens, cu_seqlens_q, page_table.batch)
-    on_host = starts.device.type == "cpu"
-    lengths = page_table.host_lengths()
-    problem = PagedAttentionProblem(
-        batch=page_table.batch, seq_q=int(starts[-1]) if on_host else None,
-        max_seq_q=max(starts.diff().tolist(), default=0) if on_host else None, seq_k=None if lengths is None else sum(lengths),
-        num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, head_dim_v=dv, page_size=page_table.page_size,
-        q_dtype=dtype_name(q_dtype), kv_dtype=dtype_name(kv_dtype), table=page_table.form, kv_layout=kv_layout, causal=bool(causal),
+    return PagedAttentionProblem(
+        **size_classes(batch)._asdict(), num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, head_dim_v=dv,
+        q_dtype=dtype_name(q_dtype), kv_dtype=dtype_name(kv_dtype), kv_layout=kv_layout, causal=bool(causal),
         window=check_window(window), soft_cap=bool(soft_cap), alibi=bool(alibi), sinks=bool(sinks), mask=mask,
-        variant=None if variant is None else str(getattr(variant, "name", "custom")), kv_scales=kv_scales,
-        rotation=rotation is not None, deterministic=deterministic, batch_invariant=batch_invariant,
+        variant=trace_or_name(variant, backend), kv_scales=kv_scales, rotation=rotation is not None, deterministic=deterministic,
+        batch_invariant=batch_invariant,
     )
-    return problem, starts
 
 
-def _check_table(page_table: PageTable) -> None:
+def check_table(page_table: PageTable) -> None:
     if not isinstance(page_table, PageTable):
         raise DtypeError(f"page_table: got {type(page_table).__name__}, expected a PageTable, as PageTable.from_blocks makes it")
 
 
-def _query_starts(q_lens: Lengths | None, cu_seqlens_q: Lengths | None, batch: int) -> torch.Tensor:
-    """Own int32 starts (B + 1) of the query rows, where the given lengths are. Host values are checked."""
+class SizeClasses(NamedTuple):
+    """The fields of a problem that come from lengths and pages."""
+
+    batch: int
+    seq_q: int | None
+    max_seq_q: int | None
+    seq_k: int | None
+    page_size: int
+    table: str
+    one_page: bool
+
+
+def size_classes(batch: Batch) -> SizeClasses:
+    """Counts are rounded up to powers of two, so that few plans need a decision of their own."""
+    table = batch.table
+    one_page = table.block_tables is not None and table.block_tables.shape[1] == 1
+    return SizeClasses(_class(table.batch), _class(batch.rows), _class(batch.max_q), _class(batch.keys), table.page_size, table.form,
+                       one_page)
+
+
+def _class(count: int | None) -> Any:
+    return None if count is None else 1 << (count - 1).bit_length() if count > 0 else 0
+
+
+def query_starts(q_lens: Lengths | None, cu_seqlens_q: Lengths | None, batch: int) -> torch.Tensor | None:
+    """int32 starts (B + 1) of the query rows, where the given lengths are; None: one each. Host values are checked."""
     if q_lens is not None and cu_seqlens_q is not None:
         raise ShapeError("got q_lens and cu_seqlens_q, expected one of them")
     if cu_seqlens_q is not None:
-        name, starts = "cu_seqlens_q", index_values("cu_seqlens_q", cu_seqlens_q).clone()
+        name, starts = "cu_seqlens_q", index_values("cu_seqlens_q", cu_seqlens_q)
     elif q_lens is not None:
         lengths = index_values("q_lens", q_lens)
         name, starts = "q_lens", torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=torch.int32)])
     else:
-        return torch.arange(batch + 1, dtype=torch.int32)
+        return None
     if starts.shape[0] != batch + 1:
         raise ShapeError(f"{name}: got {starts.shape[0] - 1} query lengths, expected {batch}, one per request of the page table")
     if starts.device.type == "cpu":
@@ -321,4 +550,11 @@ def _with_arguments(variant: Any, arguments: Mapping[str, Any] | None) -> Any:
         raise SettingsError(f"variant_args: got {', '.join(unknown)}, expected names out of "
                             f"{', '.join([*variant.tensors, *variant.scalars]) or 'an empty list'}")
     tensors, scalars = ({n: arguments.get(n, v) for n, v in values.items()} for values in (variant.tensors, variant.scalars))
-    return Variant(variant.score, variant.mask, tensors, scalars)
+    return replace(variant, tensors=tensors, scalars=scalars)
+
+
+def _check_alibi(slopes: torch.Tensor, batch: int, heads: int) -> None:
+    if slopes.dtype != torch.float32:
+        raise DtypeError(f"alibi_slopes: got {slopes.dtype}, expected float32")
+    if tuple(slopes.shape) not in ((heads,), (batch, heads)):
+        raise ShapeError(f"alibi_slopes: got shape {shape_text(slopes)}, expected (Hq) = ({heads},) or (B, Hq) = ({batch}, {heads})")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from kernelgen.problems.common import flag_words
 
@@ -18,6 +19,7 @@ class AttentionProblem:
     q_dtype, kv_dtype, out_dtype   kernelgen dtype names
     window        (left, right), None = unbounded side; (None, None) = no window
     soft_cap, alibi, sinks, kv_lens, return_lse   features in use
+    variant       None, a TracedVariant, or the name of one that only the eager oracle can run
     mask          None, "dense", "flat" or "packed"
     scales        None, "tensor", "head", "request_head" (fp8 scales of q, k or v)
     alignment     largest power of two up to 16 that divides the address and every stride of q, k, v, out, in bytes
@@ -40,7 +42,7 @@ class AttentionProblem:
     alibi: bool = False
     sinks: bool = False
     mask: str | None = None
-    variant: str | None = None
+    variant: Any = None
     block_mask: bool = False
     kv_lens: bool = False
     scales: str | None = None

@@ -22,6 +22,8 @@ from kernelgen.reference.masks import (
     check_window,
     position_mask,
     variant_context,
+    variant_mask,
+    variant_score,
 )
 
 # Logits per block; bounds the memory of one step to about half a gigabyte in float64, temporaries included.
@@ -42,6 +44,11 @@ class Rules:
     compute_dtype: torch.dtype
     p_dtype: torch.dtype | None
 
+    @property
+    def softmax(self) -> bool:
+        """False where a variant's score is the weight itself; there is no LSE then."""
+        return getattr(self.variant, "normalization", "softmax") == "softmax"
+
 
 def make_rules(*, batch: int, num_heads: int, head_dim: int, causal: bool, window: Window | None, scale: float | None,
                soft_cap: float | None, alibi_slopes: torch.Tensor | None, sinks: torch.Tensor | None,
@@ -53,6 +60,8 @@ def make_rules(*, batch: int, num_heads: int, head_dim: int, causal: bool, windo
     if alibi_slopes is not None:
         check_alibi(alibi_slopes, batch, num_heads)
     if sinks is not None:
+        if getattr(variant, "normalization", "softmax") != "softmax":
+            raise SettingsError("sinks: got a tensor, expected None: a sink is a term of the softmax, and this variant has none")
         if sinks.dtype not in (torch.float32, compute_dtype):
             raise DtypeError(f"sinks: got {sinks.dtype}, expected float32")
         if tuple(sinks.shape) != (num_heads,):
@@ -79,7 +88,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules, *, k
     """Attention over blocks of batch entries and query rows.
 
     ``kv_lens (B)`` int64: keys in use; ``batch_ids (B)`` int64: the request numbers that variants and slopes see;
-    ``masks``: bool, each 4-D and broadcastable to ``(B, Hq, Sq, Sk)``, combined by "and".
+    ``masks``: bool, each 4-D and broadcastable to ``(B, Hq, Sq, Sk)``, combined by "and". The LSE of a variant without
+    softmax is NaN.
     """
     batch, q_len, num_heads, _ = q.shape
     if batch == 0 or q_len == 0 or num_heads == 0:
@@ -134,8 +144,7 @@ def _attend_block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rule
     context = None
     if rules.variant is not None:
         context = variant_context(rules.variant, grid, rules.compute_dtype)
-        if rules.variant.mask is not None:
-            allowed = allowed & rules.variant.mask(context)
+        allowed = allowed & variant_mask(rules.variant, context)
     # Contiguous, so that the strides of a given mask do not change the order of the sums below.
     allowed = allowed.expand(batch, num_heads, rows, kv_size).contiguous()
 
@@ -151,8 +160,12 @@ def _attend_block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rule
         scores = rules.soft_cap * torch.tanh(scores / rules.soft_cap)
     if rules.alibi_slopes is not None:
         scores = scores + alibi_bias(grid, rules.alibi_slopes, rules.compute_dtype)
-    if context is not None and rules.variant is not None and rules.variant.score is not None:
-        scores = rules.variant.score(scores, context)
+    if context is not None and rules.variant is not None:
+        scores = variant_score(rules.variant, scores, context)
+    if not rules.softmax:
+        p = torch.where(allowed, scores, 0.0)
+        out = _weighted_sum(round_weights(p, rules.p_dtype), v, allowed)
+        return out.transpose(1, 2), torch.full_like(out[..., 0], float("nan"))
     scores = torch.where(allowed, scores, float("-inf"))
 
     # The maximum only guards exp against overflow, so it is a constant for gradients.

@@ -14,10 +14,11 @@ from typing import Any, Protocol
 
 import torch
 
-from kernelgen.errors import DtypeError, SettingsError, ShapeError
+from kernelgen.errors import DtypeError, SettingsError, ShapeError, VariantError
 from kernelgen.reference.checks import to_compute
 
 Window = tuple[int | None, int | None]
+NORMALIZATIONS = ("softmax", "none")
 
 
 @dataclass(frozen=True)
@@ -60,17 +61,20 @@ class Variant:
     """``score(score, ctx) -> score`` and ``mask(ctx) -> bool`` as plain Python over broadcasting tensors.
 
     ``score`` sees the logit after scale, soft-cap and ALiBi and before any mask. ``mask`` says True = may attend and
-    is combined with every other mask by "and".
+    is combined with every other mask by "and". ``normalization`` "none": the score is the weight itself,
+    ``out = sum score * v`` over the keys that are left, and there is no LSE. ``name`` is for people.
     """
 
     score: Callable[[torch.Tensor, Any], torch.Tensor] | None = None
     mask: Callable[[Any], torch.Tensor] | None = None
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     scalars: Mapping[str, Any] = field(default_factory=dict)
+    normalization: str = "softmax"
+    name: str | None = None
 
 
 class VariantLike(Protocol):
-    """Anything with the four fields of :class:`Variant`."""
+    """Anything with the first four fields of :class:`Variant`."""
 
     score: Any
     mask: Any
@@ -79,10 +83,32 @@ class VariantLike(Protocol):
 
 
 def variant_context(variant: VariantLike, grid: Grid, compute_dtype: torch.dtype) -> VariantContext:
-    """Context for one block; floating extra tensors are converted to the compute dtype."""
-    tensors = {name: to_compute(t, compute_dtype) if t.is_floating_point() else t
-               for name, t in dict(variant.tensors).items()}
+    """Context for one block; floating extra tensors are converted to the compute dtype, integers to int64."""
+    tensors = {}
+    for name, t in dict(variant.tensors).items():
+        if t.is_floating_point():
+            tensors[name] = to_compute(t, compute_dtype)
+        else:
+            tensors[name] = t if t.dtype == torch.bool else t.to(torch.int64)
     return VariantContext(grid, tensors, dict(variant.scalars))
+
+
+def variant_score(variant: VariantLike, scores: torch.Tensor, context: VariantContext) -> torch.Tensor:
+    """The scores that a variant makes of ``scores``, in their type. Raises VariantError for a function without result."""
+    if variant.score is None:
+        return scores
+    made = variant.score(scores, context)
+    if not isinstance(made, (torch.Tensor, float)):
+        raise VariantError(f"variant: the score function returned {type(made).__name__}, expected a floating-point tensor")
+    return torch.as_tensor(made, device=scores.device).to(scores.dtype).expand(scores.shape)
+
+
+def variant_mask(variant: VariantLike, context: VariantContext) -> torch.Tensor | bool:
+    """Keys that a variant leaves. Raises VariantError unless they are bool."""
+    allowed = True if variant.mask is None else variant.mask(context)
+    if not (isinstance(allowed, bool) or (isinstance(allowed, torch.Tensor) and allowed.dtype == torch.bool)):
+        raise VariantError(f"variant: the mask function returned {getattr(allowed, 'dtype', type(allowed).__name__)}, expected bool")
+    return allowed
 
 
 def check_window(window: Window | None) -> Window:

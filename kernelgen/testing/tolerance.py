@@ -139,6 +139,17 @@ def _tile_maximum(values: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     return tiles.repeat_interleave(size, -1)[..., :length].movedim(-1, dim)
 
 
+def worse_of(exact: torch.Tensor, *plains: torch.Tensor) -> torch.Tensor:
+    """Of several plain evaluations (other orders of summation, say) the value farther from ``exact``, element by element.
+
+    One evaluation of a few rows may happen to be nearly exact, which says nothing about what plain arithmetic gives.
+    """
+    worst = plains[0]
+    for plain in plains[1:]:
+        worst = torch.where((plain - exact).abs() > (worst - exact).abs(), plain, worst)
+    return worst
+
+
 def assert_close_to_reference(actual: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor, *, what: str,
                               out_dtype: torch.dtype | None = None, tile_dim: int = -2, tile_rows: int = 64,
                               factor: float = 2.0, ulps: float = 2.0, seed: int | None = None) -> Comparison:

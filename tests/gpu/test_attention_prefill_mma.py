@@ -11,11 +11,15 @@ import torch
 import kernelgen
 from kernelgen import build
 from kernelgen import reference as ref
+from kernelgen.dtypes import DTYPES, dtype_name
 from kernelgen.kernels.attention import prefill_mma
 from kernelgen.problems.attention import AttentionProblem
+from kernelgen.reference.masks import pack_mask
+from kernelgen.reference.plain import attention_plain, attention_varlen_plain
 from kernelgen.targets import target_of
 from kernelgen.tensors import AttentionTensors
 from kernelgen.testing.data import (
+    FP8_DTYPES,
     cu_seqlens,
     layouts,
     packed_qkv,
@@ -25,6 +29,7 @@ from kernelgen.testing.data import (
     random_tensors,
     seed_of,
 )
+from kernelgen.testing.planned_cases import RelativeBias
 from kernelgen.testing.tolerance import assert_attention_close, assert_bits_equal, assert_lse_close
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -275,7 +280,100 @@ def test_what_the_kernel_refuses_names_the_value() -> None:
     base = AttentionProblem("dense", 1, 8, 8, 2, 2, 64, 64, "bf16", "bf16", "bf16")
     assert prefill_mma.supports(base, target)
     fp32 = replace(base, q_dtype="fp32", kv_dtype="fp32", out_dtype="fp32")
-    for problem, words in ((fp32, "fp32"), (replace(base, head_dim=65), "65"), (replace(base, alibi=True), "alibi"),
-                           (replace(base, mask="dense"), "dense"), (replace(base, batch=70000), "70000")):
+    for problem, words in ((fp32, "fp32"), (replace(base, head_dim=65), "65"), (replace(base, block_mask=True), "block_mask"),
+                           (replace(base, variant="mine"), "mine"), (replace(base, batch=70000), "70000")):
         verdict = prefill_mma.supports(problem, target)
         assert not verdict and words in verdict.reason
+
+
+def bound(problem: AttentionProblem, tensors: AttentionTensors, config: prefill_mma.Config | None = None) -> AttentionTensors:
+    """Run a problem through the kernel itself, without the op."""
+    target = target_of(CUDA)
+    verdict = prefill_mma.supports(problem, target)
+    assert verdict, verdict.reason
+    config = config or next(iter(prefill_mma.candidates(problem, target)))
+    prefill_mma.bind(problem, config, build.kernel(prefill_mma.spec(problem, target, config)), tensors)(tensors)
+    return tensors
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "alibi": {"alibi": True}, "sinks": {"sinks": True}, "mask": {"mask": "dense"},
+    "mask causal cap": {"mask": "dense", "causal": True, "soft_cap": True},
+    "alibi sinks window": {"alibi": True, "sinks": True, "window": (50, 9)}, "variant": {"variant": RelativeBias(), "sinks": True},
+    "everything": {"variant": RelativeBias(), "alibi": True, "mask": "dense", "soft_cap": True, "causal": True, "sinks": True},
+}
+
+
+@pytest.mark.parametrize("types", [("bf16", "bf16"), ("fp16", "fp16"), ("bf16", "e4m3"), ("fp16", "e5m2"), ("e4m3", "e4m3")], ids=str)
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("d", [64, 128])
+def test_features(types: tuple[str, str], features: str, d: int) -> None:
+    """Every feature under every pair of types, in the config of short and of long problems; fp8 with scales of its own."""
+    seed, on = seed_of("features", types, features, d), FEATURES[features]
+    q_type, kv_type = (DTYPES[t].torch for t in types)
+    fp8 = kv_type in FP8_DTYPES
+    out_type = BF16 if q_type in FP8_DTYPES else q_type
+    wide = BF16 if fp8 else kv_type
+    q, k, v = (x.to(t) for x, t in zip(inputs(2, 150, 190, 4, 2, d, dtype=wide, seed=seed), (q_type, kv_type, kv_type)))
+    if not fp8:
+        # Under ALiBi far weights are 0 in float32 and not in float64, and 0 * inf is NaN where the oracle has inf.
+        v[:, 100, 1, 5], k[0, 120, 0, 3], v[1, 33, 0, 7] = NAN, NAN, NAN if on.get("alibi") else INF
+    given: dict[str, Any] = {"soft_cap": 4.0 if on.get("soft_cap") else None}
+    given["alibi_slopes"] = random_tensor((2, 4), seed=seed, device=CUDA).abs() if on.get("alibi") else None
+    given["sinks"] = random_tensor((4,), seed=seed + 1, device=CUDA) if on.get("sinks") else None
+    given["mask"] = (random_tensor((2, 1, 150, 190), seed=seed + 2, device=CUDA) > -0.5).expand(2, 4, 150, 190) if on.get("mask") else None
+    for i, (name, heads) in enumerate((("q_scale", 4), ("k_scale", 2), ("v_scale", 2))):
+        used = q_type in FP8_DTYPES if name == "q_scale" else fp8
+        given[name] = random_tensor((2, heads), seed=seed + 3 + i, device=CUDA).abs() if used else None
+    variant = on.get("variant")
+    problem = AttentionProblem("dense", 2, 150, 190, 4, 2, d, d, *types, dtype_name(out_type), return_lse=True,
+                               scales="request_head" if fp8 else None, **on)
+    asked = {"causal": problem.causal, "window": problem.window if problem.windowed else None, **given}
+    asked |= {"variant": variant.reference(CUDA)} if variant else {}
+    exact, exact_lse = ref.attention(q, k, v, return_lse=True, **asked)
+    p_type = {"p_dtype": BF16} if q_type in FP8_DTYPES else {}
+    plain, plain_lse = attention_plain(q, k, v, return_lse=True, **asked, **p_type)
+    given |= {"variant_words": variant.words(CUDA)} if variant else {}
+    large = prefill_mma.TABLE[0 if d == 64 else 2][1][0]
+    for config in (None, large):
+        tensors = AttentionTensors(q, k, v, poisoned_empty((2, 150, 4, d), out_type, CUDA), poisoned_empty((2, 4, 150), device=CUDA),
+                                   d**-0.5, **given)
+        bound(problem, tensors, config)
+        what = f"{problem} {config}"
+        assert_attention_close(tensors.out, exact, plain, what=what, seed=seed)
+        assert_lse_close(tensors.lse, exact_lse, plain_lse.float(), what=what, seed=seed)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["flat", "packed"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_ragged_masks(kind: str, causal: bool) -> None:
+    seed = seed_of("ragged masks", kind, causal)
+    lens_q, lens_k, used = (70, 0, 129, 5), (100, 30, 64, 0), (90, 30, 7, 0)
+    q, k, v = random_tensors([(204, 4, 64), (194, 2, 64), (194, 2, 64)], BF16, seed=seed, device=CUDA)
+    sizes = torch.tensor([0, *(a * b for a, b in zip(lens_q, used))]).cumsum(0)
+    mask = random_tensor((int(sizes[-1]),), seed=seed, device=CUDA) > -0.4
+    v[60, 1, 3], v[20, 0, 9] = NAN, INF
+    given = {"mask": pack_mask(mask) if kind == "packed" else mask, "kv_lens": torch.tensor(used, dtype=torch.int32, device=CUDA)}
+    cu = cu_seqlens(lens_q, CUDA), cu_seqlens(lens_k, CUDA)
+    problem = AttentionProblem("ragged", 4, 204, 194, 4, 2, 64, 64, "bf16", "bf16", "bf16", causal=causal, mask=kind, kv_lens=True,
+                               return_lse=True)
+    tensors = AttentionTensors(q, k, v, poisoned_empty(q.shape, BF16, CUDA), poisoned_empty((204, 4), device=CUDA), 0.125, *cu,
+                               mask_indptr=sizes.to(CUDA), **given)
+    bound(problem, tensors)
+    exact, exact_lse = ref.attention_varlen(q, k, v, *cu, causal=causal, return_lse=True, **given)
+    plain, plain_lse = attention_varlen_plain(q, k, v, *cu, causal=causal, return_lse=True, **given)
+    assert_attention_close(tensors.out, exact, plain, what=f"{kind} causal={causal}", seed=seed)
+    assert_lse_close(tensors.lse, exact_lse, plain_lse.float(), what=f"{kind} causal={causal}", seed=seed)  # type: ignore[arg-type]
+
+
+def test_every_fp8_value_is_read_exactly() -> None:
+    """One key: the output is the value itself. All 256 bytes of both types, as bf16 and as fp16."""
+    for kv_type in FP8_DTYPES:
+        for q_type in (BF16, FP16):
+            codes = torch.arange(256, dtype=torch.uint8, device=CUDA).view(kv_type).reshape(1, 1, 1, 256)
+            q = torch.ones(1, 1, 1, 256, dtype=q_type, device=CUDA)
+            k = torch.ones(1, 1, 1, 256, device=CUDA).to(kv_type)
+            problem = AttentionProblem("dense", 1, 1, 1, 1, 1, 256, 256, dtype_name(q_type), dtype_name(kv_type), dtype_name(q_type))
+            out = poisoned_empty(q.shape, q_type, CUDA)
+            bound(problem, AttentionTensors(q, k, codes, out, None, 1.0))
+            assert torch.equal(out.nan_to_num(777.0), codes.to(q_type).nan_to_num(777.0))

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kernelgen.bench.suites import AttentionCase, Case, GemmCase, RowsCase
+from kernelgen.bench.suites import AttentionCase, Case, DecodeCase, GemmCase, RowsCase
 from kernelgen.bench.workloads.attention import AttentionWorkload
 from kernelgen.bench.workloads.base import Candidate, Workload
+from kernelgen.bench.workloads.decode import DecodeWorkload
 from kernelgen.bench.workloads.gemm import GemmWorkload
 from kernelgen.bench.workloads.rows import RowsWorkload
 
 _WORKLOADS: dict[type, Callable[[Any, str], Workload]] = {
-    AttentionCase: AttentionWorkload, GemmCase: GemmWorkload, RowsCase: RowsWorkload,
+    AttentionCase: AttentionWorkload, DecodeCase: DecodeWorkload, GemmCase: GemmWorkload, RowsCase: RowsWorkload,
 }
 
 

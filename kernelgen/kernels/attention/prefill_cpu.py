@@ -1,6 +1,6 @@
 """Host side of attention/prefill_cpu: dense and ragged attention forward in generated C++.
 
-The kernel and its data flow are described in templates/include/kernelgen/attention/prefill_cpu.h; the choices made
+The kernel and its data flow are described in templates/include/kernelgen/attention/{body,prefill}_cpu.h; the choices made
 here, with their measurements, in docs/design/cpu_attention.md.
 """
 
@@ -10,67 +10,28 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kernelgen.dtypes import DTYPES
+from kernelgen.kernels.attention.body_cpu import (
+    DENSE_MASKS,
+    FP8_DTYPES,
+    NO_SCALARS,
+    PARAMS,
+    PARAMS_TYPE,
+    Features,
+    Tiling,
+    address,
+    dtypes_fit,
+    head_dims_fit,
+    per_head_strides,
+    step,
+)
 from kernelgen.kernels.base import KernelFamily
-from kernelgen.params import ParamStruct
 from kernelgen.problems.attention import AttentionProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
 from kernelgen.tensors import AttentionTensors
 from kernelgen.verdicts import Verdict, first_no
 
-# struct PrefillCpuParams of the header.
-PARAMS = ParamStruct((
-    ("q", "ptr"), ("k", "ptr"), ("v", "ptr"), ("out", "ptr"), ("lse", "ptr"),
-    ("cu_seqlens_q", "ptr"), ("cu_seqlens_k", "ptr"), ("kv_lens", "ptr"),
-    ("q_batch", "i64"), ("q_row", "i64"), ("q_head", "i64"),
-    ("k_batch", "i64"), ("k_row", "i64"), ("k_head", "i64"),
-    ("v_batch", "i64"), ("v_row", "i64"), ("v_head", "i64"),
-    ("out_batch", "i64"), ("out_row", "i64"), ("out_head", "i64"),
-    ("lse_batch", "i64"), ("lse_row", "i64"), ("lse_head", "i64"),
-    ("batch", "i64"), ("seq_q", "i64"), ("seq_k", "i64"), ("num_kv_heads", "i64"), ("group_size", "i64"),
-    ("task_rows", "i64"), ("window_left", "i64"), ("window_right", "i64"),
-    ("scale", "f64"), ("soft_cap", "f64"),
-))
 ENTRY = "attention_prefill_cpu"
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """What the header derives from dtype and ISA level; the rendered file asserts that both sides agree.
-
-    tile_rows    keys (or value columns) of a register tile
-    panel_rows   query rows of a panel: the lanes across a register tile
-    operand      bytes of an element as multiplied;  scalar: bytes of an accumulator
-    pairs        operands are bf16 pairs
-    """
-
-    tile_rows: int
-    panel_rows: int
-    operand: int
-    scalar: int
-    pairs: bool
-
-    @staticmethod
-    def of(dtype: str, isa: str) -> Tiling:
-        wide = isa != "x86-64-v3"
-        pairs = isa == "x86-64-v4-bf16" and dtype == "bf16"
-        scalar = 8 if dtype == "fp64" else 4
-        tile_rows, registers = (8, 2) if wide else (4, 3)
-        lanes = (64 if wide else 32) // scalar
-        return Tiling(tile_rows, registers * lanes, 2 if pairs else scalar, scalar, pairs)
-
-    def tile_bytes(self, head_dim: int, head_dim_v: int, block_k: int) -> int:
-        """Scratch for one tile of keys and values and one panel's scores and weights: kTileBytes of the header."""
-        keys = self.operand * block_k * head_dim
-        values = (head_dim_v // self.tile_rows) * (self.operand * block_k * self.tile_rows + 64)
-        weights = self.operand * block_k * self.panel_rows if self.pairs else 0
-        return keys + values + self.scalar * block_k * self.panel_rows + weights
-
-    def panel_bytes(self, head_dim: int, head_dim_v: int) -> int:
-        """Scratch of one panel: sizeof(Panel) of the header."""
-        lane = self.operand * head_dim + self.scalar * (head_dim_v + 2) + 16
-        return _round_up(self.panel_rows * lane + 32, 64)
 
 
 @dataclass(frozen=True)
@@ -87,28 +48,37 @@ class Config:
         return f"{self.task_rows}x{self.block_k}"
 
 
-def _round_up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit
+def features_of(problem: AttentionProblem) -> Features:
+    p = problem
+    return Features(
+        p.q_dtype, p.kv_dtype, p.out_dtype, p.head_dim, p.head_dim_v, 0, left=p.window[0] is not None,
+        right=p.causal or p.window[1] is not None, soft_cap=p.soft_cap, alibi=p.alibi, sinks=p.sinks, mask=DENSE_MASKS[p.mask],
+        variant=p.variant, scales="kNone" if p.scales in (None, "number") else "kHead", lse=p.return_lse,
+    )
+
+
+def tiling_of(problem: AttentionProblem, target: Target) -> Tiling:
+    return Tiling.of(features_of(problem), target)
 
 
 def supports(problem: AttentionProblem, target: Target) -> Verdict:
     """Can this kernel run the problem on the target at all?"""
     p = problem
+    fp8_query = p.q_dtype in FP8_DTYPES
     return first_no(
         (target.kind == "cpu", f"prefill_cpu needs a CPU, got {target}"),
-        (p.q_dtype in ("fp64", "fp32", "bf16", "fp16"), f"q dtype {p.q_dtype} is not fp64, fp32, bf16 or fp16"),
-        (p.kv_dtype == p.q_dtype, f"key/value dtype {p.kv_dtype} differs from q dtype {p.q_dtype}"),
-        (p.out_dtype == p.q_dtype, f"out dtype {p.out_dtype} differs from q dtype {p.q_dtype}"),
-        (all(d % 8 == 0 and 8 <= d <= 512 for d in (p.head_dim, p.head_dim_v)),
-         f"head dims {p.head_dim}/{p.head_dim_v} are not multiples of 8 from 8 to 512"),
+        (dtypes_fit(p.q_dtype, p.kv_dtype),
+         f"q dtype {p.q_dtype} with key/value dtype {p.kv_dtype} is neither one wide type nor fp8 keys and values"),
+        (p.out_dtype in (("bf16", "fp16", "fp32") if fp8_query else (p.q_dtype,)),
+         f"out dtype {p.out_dtype} for q dtype {p.q_dtype}"),
+        (head_dims_fit(p.head_dim, p.head_dim_v),
+         f"head dims {p.head_dim}/{p.head_dim_v} are not multiples of 8 up to 576/512"),
         (p.num_kv_heads > 0 and p.num_q_heads % p.num_kv_heads == 0,
          f"{p.num_q_heads} query heads are not a multiple of {p.num_kv_heads} key/value heads"),
-        (not p.alibi, "alibi is not in prefill_cpu"),
-        (not p.sinks, "sinks are not in prefill_cpu"),
-        (p.mask is None, f"mask={p.mask} is not in prefill_cpu"),
+        (p.mask in DENSE_MASKS, f"mask={p.mask} is not one of {', '.join(map(str, DENSE_MASKS))}"),
         (not p.block_mask, "block_mask is not in prefill_cpu"),
-        (p.variant is None, f"variant {p.variant} is not in prefill_cpu"),
-        (p.scales is None, f"scales={p.scales} are not in prefill_cpu"),
+        (not isinstance(p.variant, str), f"variant {p.variant} cannot be traced"),
+        (getattr(p.variant, "normalization", "softmax") == "softmax", f"variant {p.variant} has no softmax"),
         (not p.requires_grad, "requires_grad: prefill_cpu has no backward"),
     )
 
@@ -119,15 +89,12 @@ _SCRATCH_LIMIT = 64 << 20
 
 def scratch_bytes(problem: AttentionProblem, target: Target, config: Config) -> int:
     """Memory that each thread needs."""
-    tiling = Tiling.of(problem.q_dtype, target.isa)
-    dims = (problem.head_dim, problem.head_dim_v)
-    panels = -(-config.task_rows // tiling.panel_rows)
-    return tiling.tile_bytes(*dims, config.block_k) + panels * tiling.panel_bytes(*dims)
+    return tiling_of(problem, target).scratch_bytes(features_of(problem), config.task_rows, config.block_k)
 
 
 def legal(problem: AttentionProblem, target: Target, config: Config) -> Verdict:
     """Does the config fit: whole panels, whole register tiles, scratch?"""
-    tiling = Tiling.of(problem.q_dtype, target.isa)
+    tiling = tiling_of(problem, target)
     scratch = scratch_bytes(problem, target, config)
     return first_no(
         (config.task_rows >= 1 and config.task_rows % tiling.panel_rows == 0,
@@ -149,7 +116,7 @@ _TASKS_PER_THREAD = 4  # below that, shorter tasks: an uneven end would cost mor
 
 def candidates(problem: AttentionProblem, target: Target) -> Iterator[Config]:
     """Legal configs, best guess first. They differ in task_rows alone: same binary, same bits."""
-    panel = Tiling.of(problem.q_dtype, target.isa).panel_rows
+    panel = tiling_of(problem, target).panel_rows
     configs = [Config(count * panel, _BLOCK_K) for count in _PANELS]
     enough = [c for c in configs if _num_tasks(problem, c) >= _TASKS_PER_THREAD * target.sm_count]
     first = enough[0] if enough else configs[-1]
@@ -159,23 +126,15 @@ def candidates(problem: AttentionProblem, target: Target) -> Iterator[Config]:
 
 
 def spec(problem: AttentionProblem, target: Target, config: Config) -> KernelSpec:
-    """The specialisation: dtype, head dims, features in use and tile; nothing that varies per call."""
-    p = problem
-    right, left = p.causal or p.window[1] is not None, p.window[0] is not None
-    dims = f"d{p.head_dim}" if p.head_dim == p.head_dim_v else f"d{p.head_dim}_{p.head_dim_v}"
-    flags = (("left", left), ("right", right), ("cap", p.soft_cap), ("ragged", p.layout == "ragged"),
-             ("kvlens", p.kv_lens), ("lse", p.return_lse))
-    words = [p.q_dtype, dims, *(word for word, on in flags if on), f"k{config.block_k}"]
-    tiling = Tiling.of(p.q_dtype, target.isa)
-    parameters: dict[str, Any] = dict(
-        element=DTYPES[p.q_dtype].cpp, head_dim=p.head_dim, head_dim_v=p.head_dim_v, ragged=p.layout == "ragged",
-        kv_lens=p.kv_lens, bounded_left=left, bounded_right=right, soft_cap=p.soft_cap, lse=p.return_lse,
-        block_k=config.block_k, tile_bytes=tiling.tile_bytes(p.head_dim, p.head_dim_v, config.block_k),
-        panel_bytes=tiling.panel_bytes(p.head_dim, p.head_dim_v), panel_rows=tiling.panel_rows,
-    )
+    """The specialisation: dtypes, head dims, features in use and tile; nothing that varies per call."""
+    p, features = problem, features_of(problem)
+    flags = (("ragged", p.layout == "ragged"), ("kvlens", p.kv_lens))
+    words = [*features.words, *(word for word, on in flags if on), f"k{config.block_k}"]
+    parameters = features.parameters(Tiling.of(features, target), config.block_k)
     return KernelSpec.make(
-        "attention_prefill_cpu_" + "_".join(words), "attention/prefill_cpu.cc.jinja", "cxx", parameters,
-        params=PARAMS, params_type="kernelgen::PrefillCpuParams", entries=(ENTRY,), target=target,
+        "attention_prefill_cpu_" + "_".join(words), "attention/prefill_cpu.cc.jinja", "cxx",
+        parameters | {"ragged": p.layout == "ragged", "kv_lens": p.kv_lens},
+        params=PARAMS, params_type=PARAMS_TYPE, entries=(ENTRY,), target=target,
     )
 
 
@@ -189,17 +148,20 @@ def _num_tasks(problem: AttentionProblem, config: Config) -> int:
 
 def _scalars(problem: AttentionProblem, config: Config, t: AttentionTensors) -> dict[str, int | float]:
     """Everything of Params that is fixed by shapes, strides and scalars."""
-    values: dict[str, int | float] = {}
+    values = dict(NO_SCALARS)
     for name, tensor in (("q", t.q), ("k", t.k), ("v", t.v), ("out", t.out)):
         strides = tensor.stride() if problem.layout == "dense" else (0, *tensor.stride())
         values |= {f"{name}_batch": strides[0], f"{name}_row": strides[1], f"{name}_head": strides[2]}
-    if t.lse is None:
-        lse: tuple[int, ...] = (0, 0, 0)
-    elif problem.layout == "dense":
-        lse = (t.lse.stride(0), t.lse.stride(2), t.lse.stride(1))  # (B, Hq, Sq)
-    else:
-        lse = (0, *t.lse.stride())  # (Tq, Hq)
-    values |= {"lse_batch": lse[0], "lse_row": lse[1], "lse_head": lse[2]}
+    if t.lse is not None:
+        lse = (t.lse.stride(0), t.lse.stride(2), t.lse.stride(1)) if problem.layout == "dense" else (0, *t.lse.stride())
+        values |= {"lse_batch": lse[0], "lse_row": lse[1], "lse_head": lse[2]}
+    if problem.mask == "dense":
+        assert t.mask is not None
+        values |= {f"mask_{name}": step(t.mask, dim) for dim, name in enumerate(("batch", "head", "row", "key"))}
+    for name, given in (("alibi", t.alibi_slopes), ("q_scale", t.q_scale), ("k_scale", t.k_scale), ("v_scale", t.v_scale)):
+        values |= per_head_strides(given, name)  # type: ignore[arg-type]
+    if t.sinks is not None:
+        values["sink_head"] = t.sinks.stride(0)
 
     # A window reaching over the whole problem is the same as none, and keeps the kernel's sums within int64.
     reach = problem.seq_q + problem.seq_k
@@ -208,28 +170,35 @@ def _scalars(problem: AttentionProblem, config: Config, t: AttentionTensors) -> 
     return values | {
         "batch": problem.batch, "seq_q": problem.seq_q, "seq_k": problem.seq_k, "num_kv_heads": problem.num_kv_heads,
         "group_size": problem.group_size, "task_rows": config.task_rows, "scale": float(t.scale),
-        "soft_cap": float(t.soft_cap or 0.0),
+        "soft_cap": float(t.soft_cap or 0.0), "v_factor": float(t.v_factor),
     }
 
 
 def bind(
     problem: AttentionProblem, config: Config, kernel: Any, tensors: AttentionTensors,
 ) -> Callable[[AttentionTensors], None]:
-    """The closure of a repeated call: packs addresses, launches."""
+    """The closure of a repeated call: packs addresses, launches.
+
+    Scales are 2-D tensors or None (plain numbers are in ``scale`` and ``v_factor``), a dense mask is expanded to
+    (B, Hq, Sq, Sk), a ragged one comes with its ``mask_indptr``.
+    """
     launch = kernel.prepare(phases=((0, _num_tasks(problem, config)),),
                             scratch_bytes=scratch_bytes(problem, kernel.spec.target, config))
     tail = PARAMS.pack_scalars(_scalars(problem, config, tensors))
     pack = PARAMS.pointer_packer.pack
-    with_lse, ragged, with_lens = problem.return_lse, problem.layout == "ragged", problem.kv_lens
+    ragged, scaled = problem.layout == "ragged", problem.scales is not None
+    rest = (
+        address(lambda t: t.lse, problem.return_lse), address(lambda t: t.cu_seqlens_q, ragged),
+        address(lambda t: t.cu_seqlens_k, ragged), address(lambda t: t.kv_lens, problem.kv_lens),
+        address(lambda t: t.alibi_slopes, problem.alibi), address(lambda t: t.sinks, problem.sinks),
+        address(lambda t: t.mask, problem.mask is not None), address(lambda t: t.mask_indptr, problem.mask in ("flat", "packed")),
+        address(lambda t: t.q_scale, scaled), address(lambda t: t.k_scale, scaled), address(lambda t: t.v_scale, scaled),
+        address(lambda t: t.variant_words, problem.variant is not None),
+    )
+    plans_only = (0,) * (len(PARAMS.pointers) - 4 - len(rest))
 
     def run(t: AttentionTensors) -> None:
-        launch(pack(
-            t.q.data_ptr(), t.k.data_ptr(), t.v.data_ptr(), t.out.data_ptr(),
-            t.lse.data_ptr() if with_lse else 0,  # type: ignore[union-attr]
-            t.cu_seqlens_q.data_ptr() if ragged else 0,  # type: ignore[union-attr]
-            t.cu_seqlens_k.data_ptr() if ragged else 0,  # type: ignore[union-attr]
-            t.kv_lens.data_ptr() if with_lens else 0,  # type: ignore[union-attr]
-        ) + tail)
+        launch(pack(t.q.data_ptr(), t.k.data_ptr(), t.v.data_ptr(), t.out.data_ptr(), *[of(t) for of in rest], *plans_only) + tail)
 
     return run
 

@@ -7,10 +7,30 @@ here, with their measurements, in docs/design/cuda_attention_mma.md.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+import torch
+
+from kernelgen.errors import NoBackendError
+from kernelgen.kernels.attention.mma import (
+    FP8,
+    HALVES,
+    REGISTERS_PER_SM,
+    Config,
+    address,
+    legal_common,
+    logit_scalars,
+    options,
+    round_up,
+    scaled,
+    shared_memory_of,
+    supports_common,
+    two_strides,
+    words_of,
+)
 from kernelgen.kernels.base import KernelFamily
 from kernelgen.params import ParamStruct
 from kernelgen.problems.attention import AttentionProblem
@@ -19,131 +39,51 @@ from kernelgen.targets import Target
 from kernelgen.tensors import AttentionTensors
 from kernelgen.verdicts import Verdict, first_no
 
-# struct PrefillMmaParams of the header.
+# struct PrefillMmaParams of mma_dense.cuh. The pointers of rarer features come last: the plain call packs the first ones.
+_PLAIN = ("q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "kv_lens")
+_RARE = ("sinks", "alibi_slopes", "mask", "mask_indptr", "variant_words", "q_scale", "k_scale", "v_scale")
 PARAMS = ParamStruct((
-    ("q", "ptr"), ("k", "ptr"), ("v", "ptr"), ("out", "ptr"), ("lse", "ptr"),
-    ("cu_seqlens_q", "ptr"), ("cu_seqlens_k", "ptr"), ("kv_lens", "ptr"),
+    *((name, "ptr") for name in _PLAIN + _RARE),
     ("q_batch", "i64"), ("q_row", "i64"), ("q_head", "i64"),
     ("k_batch", "i64"), ("k_row", "i64"), ("k_head", "i64"),
     ("v_batch", "i64"), ("v_row", "i64"), ("v_head", "i64"),
     ("out_batch", "i64"), ("out_row", "i64"), ("out_head", "i64"),
     ("lse_batch", "i64"), ("lse_row", "i64"), ("lse_head", "i64"),
+    ("alibi_batch", "i64"), ("alibi_head", "i64"),
+    ("mask_batch", "i64"), ("mask_row", "i64"), ("mask_head", "i64"), ("mask_key", "i64"),
+    ("q_scale_batch", "i64"), ("q_scale_head", "i64"), ("k_scale_batch", "i64"), ("k_scale_head", "i64"),
+    ("v_scale_batch", "i64"), ("v_scale_head", "i64"),
     ("seq_q", "i32"), ("seq_k", "i32"), ("batch", "i32"), ("group_size", "i32"),
     ("window_left", "i32"), ("window_right", "i32"), ("q_keep", "i32"), ("q_flip", "i32"),
-    ("logit_scale", "f32"), ("cap_scale", "f32"),
+    ("logit_scale", "f32"), ("cap_scale", "f32"), ("v_factor", "f32"),
 ))
 ENTRY = "attention_prefill_mma"
 
-_LOG2E = math.log2(math.e)
 _MAX_TOKENS = 1 << 29  # positions plus window and lengths stay within int32
 _MAX_GRID_YZ = 65535
-_REGISTERS_PER_THREAD = 255
-_REGISTERS_PER_SM = 65536
-# Registers besides the output, score and query fragments (addresses, K or V fragments in flight, running maxima and
-# sums). ptxas 13.0 spills in none of the table's configs, which reach 255 by this estimate.
-_OTHER_REGISTERS = 47
-
-
-def _round_up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit
-
-
-def _tile_bytes(rows: int, columns: int) -> int:
-    """Bytes of a SharedTile (kernelgen/cuda/shared_tile.cuh): rows that are no multiple of 128 bytes are padded."""
-    chunks = columns // 8
-    return rows * 16 * (chunks if chunks % 8 == 0 else chunks | 1)
-
-
-@dataclass(frozen=True)
-class Config:
-    """Tile shape and schedule.
-
-    block_q, block_k  queries of a block, keys of a tile; a warp owns block_q / warps rows
-    stages            slots of the K and V rings. 1: V loads under Q K^T and the next K under P V. 2 and more: whole
-                      tiles are loaded ahead, with one barrier per tile instead of two
-    query_in_registers  keep Q's fragments in registers instead of re-reading them for each tile
-    value_splits      blocks that share the value columns of a query tile; each computes the scores anew
-    blocks_per_sm     bounds the registers so that as many blocks fit
-    """
-
-    block_q: int
-    block_k: int
-    warps: int
-    stages: int = 1
-    query_in_registers: bool = False
-    value_splits: int = 1
-    blocks_per_sm: int = 1
-
-    def __str__(self) -> str:
-        words = f"{self.block_q}x{self.block_k} w{self.warps} s{self.stages}"
-        words += " qreg" if self.query_in_registers else ""
-        words += f" split{self.value_splits}" if self.value_splits > 1 else ""
-        return words + (f" b{self.blocks_per_sm}" if self.blocks_per_sm > 1 else "")
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.warps
-
-    def value_columns(self, head_dim_v: int) -> int:
-        """Value columns that one block owns, padded to the 16 of an ldmatrix."""
-        return _round_up(-(-head_dim_v // self.value_splits), 16)
-
-    def shared_memory(self, head_dim: int, head_dim_v: int) -> int:
-        """Dynamic shared memory in bytes: PrefillMma::kSharedBytes of the header."""
-        depth, columns = _round_up(head_dim, 16), self.value_columns(head_dim_v)
-        ring = self.stages * (_tile_bytes(self.block_k, depth) + _tile_bytes(self.block_k, columns))
-        return max(_tile_bytes(self.block_q, depth) + ring, _tile_bytes(self.block_q, columns))
-
-    def registers(self, head_dim: int, head_dim_v: int) -> int:
-        """Estimate per thread: output and score accumulators, query fragments, the rest."""
-        rows = self.block_q // self.warps
-        output = rows * self.value_columns(head_dim_v) // 32
-        scores = rows * self.block_k // 32
-        queries = rows * _round_up(head_dim, 16) // 64 if self.query_in_registers else 0
-        return output + scores + queries + _OTHER_REGISTERS
 
 
 def supports(problem: AttentionProblem, target: Target) -> Verdict:
     """Can this kernel run the problem on the target at all?"""
     p = problem
-    dims_fit = all(d % 8 == 0 and 8 <= d <= 512 for d in (p.head_dim, p.head_dim_v)) or (p.head_dim, p.head_dim_v) == (576, 512)
+    out_fits = p.out_dtype in HALVES if p.q_dtype in FP8 else p.out_dtype == p.q_dtype
     return first_no(
         (target.kind == "cuda" and target.capability >= 80, f"prefill_mma needs sm_80 or later, got {target}"),
-        (p.q_dtype in ("bf16", "fp16"), f"q dtype {p.q_dtype} is not bf16 or fp16"),
-        (p.kv_dtype == p.q_dtype, f"key/value dtype {p.kv_dtype} differs from q dtype {p.q_dtype}"),
-        (p.out_dtype == p.q_dtype, f"out dtype {p.out_dtype} differs from q dtype {p.q_dtype}"),
-        (dims_fit, f"head dims {p.head_dim}/{p.head_dim_v} are not multiples of 8 from 8 to 512, nor 576/512"),
-        (p.num_kv_heads > 0 and p.num_q_heads % p.num_kv_heads == 0,
-         f"{p.num_q_heads} query heads are not a multiple of {p.num_kv_heads} key/value heads"),
+        (bool(common := supports_common(p)), common.reason),
+        (out_fits, f"out dtype {p.out_dtype} does not fit q dtype {p.q_dtype}"),
         (max(p.seq_q, p.seq_k) <= _MAX_TOKENS, f"sequence of {max(p.seq_q, p.seq_k)} tokens exceeds {_MAX_TOKENS}"),
         (p.layout == "ragged" or p.batch <= _MAX_GRID_YZ, f"batch {p.batch} exceeds the {_MAX_GRID_YZ} of a dense grid"),
         (p.num_q_heads <= _MAX_GRID_YZ // 4, f"{p.num_q_heads} query heads exceed {_MAX_GRID_YZ // 4}"),
-        (p.alignment >= 2, f"alignment {p.alignment} is below an element's 2 bytes"),
-        (not p.alibi, "alibi is not in prefill_mma"),
-        (not p.sinks, "sinks are not in prefill_mma"),
-        (p.mask is None, f"mask={p.mask} is not in prefill_mma"),
         (not p.block_mask, "block_mask is not in prefill_mma"),
-        (p.variant is None, f"variant {p.variant} is not in prefill_mma"),
-        (p.scales is None, f"scales={p.scales} are not in prefill_mma"),
         (not p.requires_grad, "requires_grad: prefill_mma has no backward"),
     )
 
 
 def legal(problem: AttentionProblem, target: Target, config: Config) -> Verdict:
     """Does the config fit the problem and the target: divisibility, registers, shared memory?"""
-    c, p = config, problem
-    shared = c.shared_memory(p.head_dim, p.head_dim_v)
-    limit = min(_REGISTERS_PER_THREAD, _REGISTERS_PER_SM // (c.threads * c.blocks_per_sm))
     return first_no(
-        (c.block_q % (16 * c.warps) == 0, f"block_q {c.block_q} is not a multiple of 16 rows x {c.warps} warps"),
-        (c.block_k % 16 == 0, f"block_k {c.block_k} is not a multiple of 16"),
-        (c.warps <= 16 and c.stages >= 1, f"{c.warps} warps, {c.stages} stages: at most 16 and at least 1"),
-        (c.value_splits == 1 or p.head_dim_v > (c.value_splits - 1) * c.value_columns(p.head_dim_v),
-         f"{c.value_splits} value splits leave one without columns of {p.head_dim_v}"),
-        (c.registers(p.head_dim, p.head_dim_v) <= limit,
-         f"config {c} needs about {c.registers(p.head_dim, p.head_dim_v)} registers, the limit is {limit}"),
-        (shared <= target.shared_memory_per_block,
-         f"config {c} needs {shared} bytes of shared memory, {target} has {target.shared_memory_per_block}"),
+        (config.key_warps == 1, f"{config.key_warps} key warps: only planned kernels split keys over warps"),
+        (bool(common := legal_common(problem, target.shared_memory_per_block, config, target)), common.reason),
     )
 
 
@@ -167,9 +107,9 @@ _ENOUGH_WARPS = 8  # per SM: two per scheduler, so that one warp's softmax runs 
 
 def _resident_warps(problem: AttentionProblem, target: Target, config: Config) -> int:
     """Warps that fit on an SM, by shared memory (1 KB of each block is the system's) and registers."""
-    shared = config.shared_memory(problem.head_dim, problem.head_dim_v) + 1024
-    registers = _round_up(config.registers(problem.head_dim, problem.head_dim_v), 8)
-    blocks = min((target.shared_memory_per_block + 1024) // shared, _REGISTERS_PER_SM // (config.threads * registers))
+    shared = shared_memory_of(problem, config) + 1024
+    registers = round_up(config.registers(problem.head_dim, problem.head_dim_v), 8)
+    blocks = min((target.shared_memory_per_block + 1024) // shared, REGISTERS_PER_SM // (config.threads * registers))
     return blocks * config.warps
 
 
@@ -206,22 +146,9 @@ def candidates(problem: AttentionProblem, target: Target) -> Iterator[Config]:
 def spec(problem: AttentionProblem, target: Target, config: Config) -> KernelSpec:
     """The specialisation: dtype, head dims, features in use, alignment class and config; nothing that varies per call."""
     p = problem
-    right, left = p.causal or p.window[1] is not None, p.window[0] is not None
-    dims = f"d{p.head_dim}" if p.head_dim == p.head_dim_v else f"d{p.head_dim}_{p.head_dim_v}"
-    words = [p.q_dtype, dims]
-    words += [word for word, on in (("left", left), ("right", right), ("cap", p.soft_cap), ("ragged", p.layout == "ragged"),
-                                    ("kvlens", p.kv_lens), ("lse", p.return_lse)) if on]
-    words += [f"a{p.alignment}"] if p.alignment < 16 else []
-    words += str(config).split()
-    parameters: dict[str, Any] = {
-        "element": p.q_dtype, "head_dim": p.head_dim, "head_dim_v": p.head_dim_v, "ragged": p.layout == "ragged",
-        "kv_lens": p.kv_lens, "bounded_left": left, "bounded_right": right, "soft_cap": p.soft_cap, "lse": p.return_lse,
-        "alignment": p.alignment, "block_q": config.block_q, "block_k": config.block_k, "warps": config.warps,
-        "stages": config.stages, "query_in_registers": config.query_in_registers, "value_splits": config.value_splits,
-        "blocks_per_sm": config.blocks_per_sm, "shared_memory": config.shared_memory(p.head_dim, p.head_dim_v),
-    }
+    parameters = options(p, config, ragged=p.layout == "ragged", kv_lens=p.kv_lens, out_element=p.out_dtype)
     return KernelSpec.make(
-        "attention_prefill_mma_" + "_".join(words), "attention/prefill_mma.cu.jinja", "nvrtc", parameters,
+        "_".join(["attention_prefill_mma", *words_of(parameters, config)]), "attention/prefill_mma.cu.jinja", "nvrtc", parameters,
         params=PARAMS, params_type="kernelgen::PrefillMmaParams", entries=(ENTRY,), target=target,
     )
 
@@ -255,35 +182,51 @@ def _scalars(problem: AttentionProblem, t: AttentionTensors) -> dict[str, int | 
     right = min(right if right is not None else reach, 0 if problem.causal else reach)
     values |= {"window_left": min(left if left is not None else reach, reach), "window_right": right}
 
-    # The kernel wants a positive factor: the sign, and a scale of 0, go into the queries.
-    scale, cap = float(t.scale), t.soft_cap
-    keep, flip = (0, 0) if scale == 0.0 else (-1, 0 if scale > 0.0 else -0x7FFF8000)  # 0x80008000: both sign bits
-    size = abs(scale) or 1.0
-    values |= {"q_keep": keep, "q_flip": flip, "logit_scale": (abs(cap) if cap else size) * _LOG2E,
-               "cap_scale": size / abs(cap) if cap else 0.0}
+    values |= logit_scalars(problem, _folded(t.scale, t.q_scale, t.k_scale), t.soft_cap)
+    values |= {"v_factor": _folded(t.v_factor, t.v_scale)}
+    for name, scales in (("q_scale", t.q_scale), ("k_scale", t.k_scale), ("v_scale", t.v_scale), ("alibi", t.alibi_slopes)):
+        first, second = two_strides(scales)
+        values |= {f"{name}_batch": first, f"{name}_head": second}
+    mask = t.mask.stride() if t.mask is not None and problem.mask == "dense" else (0, 0, 0, 0)
+    values |= {"mask_batch": mask[0], "mask_head": mask[1], "mask_row": mask[2], "mask_key": mask[3]}
     values |= {"seq_q": problem.seq_q, "seq_k": problem.seq_k, "batch": problem.batch, "group_size": problem.group_size}
     return values
+
+
+def _folded(factor: float, *scales: torch.Tensor | float | None) -> float:
+    """A factor with the scales that are plain numbers."""
+    return math.prod((float(s) for s in scales if s is not None and not isinstance(s, torch.Tensor)), start=float(factor))
 
 
 def bind(problem: AttentionProblem, config: Config, kernel: Any, tensors: AttentionTensors) -> Callable[[AttentionTensors], None]:
     """The closure of a repeated call: packs addresses, launches."""
     device = tensors.q.device.index or 0
+    if problem.kv_dtype in HALVES and not scaled(problem) and _folded(tensors.v_factor, tensors.v_scale) != 1.0:
+        raise NoBackendError(f"v_factor: got {tensors.v_factor} for {problem.kv_dtype} values without scales, expected 1")
     launch = kernel.prepare(device, grid=_grid(problem, config), block=(config.threads, 1, 1),
-                            shared_memory=config.shared_memory(problem.head_dim, problem.head_dim_v))
-    tail = PARAMS.pack_scalars(_scalars(problem, tensors))
-    pack = PARAMS.pointer_packer.pack
+                            shared_memory=shared_memory_of(problem, config))
+    scalars = PARAMS.pack_scalars(_scalars(problem, tensors))
     with_lse, ragged, with_lens = problem.return_lse, problem.layout == "ragged", problem.kv_lens
+    pack_plain, pack_rare = struct.Struct(f"<{len(_PLAIN)}Q").pack, struct.Struct(f"<{len(_RARE)}Q").pack
+    rare = problem.alibi or problem.sinks or problem.mask or problem.variant or scaled(problem)
+    tail = scalars if rare else bytes(8 * len(_RARE)) + scalars
 
-    def run(t: AttentionTensors) -> None:
-        launch(pack(
+    def plain(t: AttentionTensors) -> bytes:
+        return pack_plain(
             t.q.data_ptr(), t.k.data_ptr(), t.v.data_ptr(), t.out.data_ptr(),
             t.lse.data_ptr() if with_lse else 0,  # type: ignore[union-attr]
             t.cu_seqlens_q.data_ptr() if ragged else 0,  # type: ignore[union-attr]
             t.cu_seqlens_k.data_ptr() if ragged else 0,  # type: ignore[union-attr]
             t.kv_lens.data_ptr() if with_lens else 0,  # type: ignore[union-attr]
-        ) + tail)
+        )
 
-    return run
+    def run(t: AttentionTensors) -> None:
+        launch(plain(t) + tail)
+
+    def run_with_rare(t: AttentionTensors) -> None:
+        launch(plain(t) + pack_rare(*(address(getattr(t, name)) for name in _RARE)) + tail)
+
+    return run_with_rare if rare else run
 
 
 def coverage() -> Iterable[tuple[AttentionProblem, Config | None]]:
@@ -299,6 +242,17 @@ def coverage() -> Iterable[tuple[AttentionProblem, Config | None]]:
     for alignment in (8, 4, 2):
         yield replace(base, head_dim=32, head_dim_v=32, alignment=alignment), None
     yield replace(base, head_dim=64, head_dim_v=64, causal=True), Config(64, 64, 4, stages=3, query_in_registers=True)
+    yield replace(base, alibi=True, sinks=True, causal=True, return_lse=True), None
+    yield replace(base, layout="ragged", alibi=True, sinks=True, soft_cap=True, head_dim=64, head_dim_v=64), None
+    yield replace(base, mask="dense", head_dim=64, head_dim_v=64), None
+    yield replace(base, layout="ragged", mask="flat", soft_cap=True, head_dim=64, head_dim_v=64), None
+    yield replace(base, layout="ragged", mask="packed", causal=True, kv_lens=True, head_dim=96, head_dim_v=96), None
+    fp8 = replace(base, kv_dtype="e4m3", scales="head", causal=True)
+    yield fp8, None
+    yield replace(fp8, q_dtype="fp16", kv_dtype="e5m2", out_dtype="fp16", head_dim=72, head_dim_v=40, alignment=8), None
+    yield replace(fp8, q_dtype="e4m3", layout="ragged", scales="request_head"), None
+    yield replace(fp8, q_dtype="e5m2", kv_dtype="fp16", scales="tensor", head_dim=64, head_dim_v=64, alignment=1 << 1), None
+    yield replace(fp8, kv_dtype="e5m2", scales=None, head_dim=512, head_dim_v=512, alignment=1), None
 
 
 FAMILY = KernelFamily(

@@ -6,11 +6,11 @@ compiled in (every pair of values occurs in some specialisation), and random pro
 
 from __future__ import annotations
 
-import itertools
 import random
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -22,10 +22,12 @@ from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.attention import prefill_cpu
 from kernelgen.ops import memo
 from kernelgen.problems.attention import AttentionProblem
+from kernelgen.reference.masks import Variant, dense_mask, pack_mask
 from kernelgen.settings import override
 from kernelgen.targets import CPU_ISA_LEVELS, Target, _cpu_flags
 from kernelgen.tensors import AttentionTensors
 from kernelgen.testing import data
+from kernelgen.testing.covering import Case, covering_cases
 from kernelgen.testing.tolerance import assert_bits_equal, assert_close_to_reference, assert_lse_close
 
 LEVELS = [level for level, (_, needed) in CPU_ISA_LEVELS.items() if needed <= _cpu_flags()]
@@ -42,33 +44,9 @@ AXES: dict[str, tuple[Any, ...]] = {
     "kv_lens": (False, True),
     "lse": (True, False),
 }
-Case = dict[str, Any]
 
 
-def covering_cases() -> list[Case]:
-    """Cases such that each pair of values of two axes occurs in one; greedy, the same on every run."""
-    rng = random.Random(20)
-    names = list(AXES)
-    missing = {(a, x, b, y) for a, b in itertools.combinations(names, 2) for x in AXES[a] for y in AXES[b]}
-
-    def covered(case: Case) -> set[tuple[Any, ...]]:
-        return {(a, case[a], b, case[b]) for a, b in itertools.combinations(names, 2)}
-
-    cases = []
-    while missing:
-        tries = []
-        for _ in range(60):
-            case = {name: rng.choice(values) for name, values in AXES.items()}
-            a, x, b, y = rng.choice(sorted(missing, key=str))
-            case |= {a: x, b: y}
-            tries.append((len(covered(case) & missing), case))
-        best = max(tries, key=lambda pair: pair[0])[1]
-        missing -= covered(best)
-        cases.append(best)
-    return cases
-
-
-CASES = covering_cases()
+CASES = covering_cases(AXES, seed=20)
 
 
 @contextmanager
@@ -412,15 +390,178 @@ def test_bits_depend_on_nothing_but_the_request(dtype: str) -> None:
         assert_bits_equal(out, whole, what=f"config {config}")
 
 
+# ---- Biases, masks, variants and fp8, bound directly ------------------------------------------------------------------
+
+FEATURE_AXES: dict[str, tuple[Any, ...]] = {
+    "kind": (("fp32", "fp32", None), ("bf16", "e4m3", "request_head")),
+    "layout": (("dense", None), ("dense", "dense"), ("ragged", None), ("ragged", "flat"), ("ragged", "packed")),
+    "alibi": (False, True), "sinks": (False, True), "variant": (False, True), "kv_lens": (False, True), "cap": (False, True),
+}
+# Pairs of these with everything else are covered by test_attention_paged_cpu.py: the body is the same.
+FEATURE_CASES = [case | {"isa": LEVELS[-1 - i % 2 % len(LEVELS)], "right": ("none", "causal", "window")[i % 3], "left": i % 2 == 1,
+                         "lse": i % 4 != 2, "dims": ((72, 40), (64, 64))[i % 2]}
+                 for i, case in enumerate(covering_cases(FEATURE_AXES, seed=4))]
+FEATURE_CASES.append(FEATURE_CASES[0] | {"kind": ("e4m3", "e5m2", "head")})
+
+
+@dataclass(frozen=True)
+class VariantText:
+    """Stands for a traced variant: a scalar times the score, and a key in four left out."""
+
+    text: str
+
+    def code(self, dialect: str) -> str:
+        return self.text
+
+    def __str__(self) -> str:
+        return "test_variant"
+
+
+VARIANT = VariantText("""
+struct VariantFunctions {
+  static KERNELGEN_DEVICE float score(float score, const VariantContext& c, const int64_t* args) {
+    double weight;
+    std::memcpy(&weight, args, 8);
+    return score * float(weight) - 0.125f * float(c.q_pos - c.k_pos);
+  }
+  static KERNELGEN_DEVICE bool visible(const VariantContext& c, const int64_t*) {
+    return (c.k_pos + c.head) % 4 != 1 || c.q_len > c.kv_len;
+  }
+};""")
+VARIANT_WORDS = torch.frombuffer(bytearray(struct.pack("<d", 0.7)), dtype=torch.int64)
+VARIANT_FUNCTIONS = Variant(
+    score=lambda s, c: s * c.weight - 0.125 * (c.q_pos - c.k_pos),
+    mask=lambda c: ((c.k_pos + c.head) % 4 != 1) | (c.q_len > c.kv_len), scalars={"weight": 0.7},
+)
+
+
+def run_bound(problem: AttentionProblem, isa: str, tensors: AttentionTensors, rng: random.Random) -> None:
+    target = Target.parse(f"cpu-{isa}")
+    assert prefill_cpu.FAMILY.supports(problem, target)
+    config = rng.choice(list(prefill_cpu.FAMILY.candidates(problem, target)))
+    kernel = build.kernel(prefill_cpu.FAMILY.spec(problem, target, config))
+    with threads(2):
+        prefill_cpu.FAMILY.bind(problem, config, kernel, tensors)(tensors)
+
+
+def run_features(case: Case, index: int, factor: float = 2.0) -> None:
+    """One random problem with everything that a case has on."""
+    seed = data.seed_of("attention_prefill_cpu features", sorted(case.items(), key=str), index)
+    rng, made = random.Random(seed), torch.Generator().manual_seed(seed)
+    (q_dtype, kv_dtype, scales), (d, dv), (layout, mask_kind) = case["kind"], case["dims"], case["layout"]
+    hkv, group, batch = rng.choice((1, 2, 3)), rng.choice((1, 2, 5)), rng.choice((1, 2, 3))
+    hq, q_type, kv_type = hkv * group, torch_dtype(q_dtype), torch_dtype(kv_dtype)
+    longest_q, longest_k = rng.choice(((9, 300), (90, 90), (60, 20), (1, 400)))
+    dense = layout == "dense"
+    lens_q = [rng.randint(1, longest_q)] * batch if dense else data.random_lengths(batch, longest_q, seed=seed)
+    lens_k = [rng.randint(1, longest_k)] * batch if dense else data.random_lengths(batch, longest_k, seed=seed + 1)
+    used = [rng.randint(0, n) for n in lens_k] if case["kv_lens"] else lens_k
+    head = (batch,) if dense else ()
+    rows, keys = (lens_q[0], lens_k[0]) if dense else (sum(lens_q), sum(lens_k))
+    q, k, v = data.random_tensors([(*head, rows, hq, d)], q_type, seed=seed) + data.random_tensors(
+        [(*head, keys, hkv, d), (*head, keys, hkv, dv)], kv_type, seed=seed + 7)
+
+    features: dict[str, Any] = dict(causal=case["right"] == "causal", scale=rng.choice((d**-0.5, 0.1, -0.07)), return_lse=True)
+    window = (rng.choice((0, 7, 100)) if case["left"] else None, rng.choice((0, 3, 64)) if case["right"] == "window" else None)
+    bound: dict[str, Any] = {}
+    if case["cap"]:
+        bound["soft_cap"] = features["soft_cap"] = rng.choice((0.7, 20.0))
+    if case["alibi"]:
+        slopes = torch.rand(rng.choice(((hq,), (batch, hq))), generator=made) * 0.3
+        bound["alibi_slopes"] = features["alibi_slopes"] = slopes
+    if case["sinks"]:
+        bound["sinks"] = features["sinks"] = torch.randn(hq, generator=made)
+    if case["kv_lens"]:
+        bound["kv_lens"] = features["kv_lens"] = torch.tensor(used, dtype=torch.int32)
+    if case["variant"]:
+        bound["variant_words"], features["variant"] = VARIANT_WORDS, VARIANT_FUNCTIONS
+    if mask_kind == "dense":
+        full = (batch, hq, lens_q[0], lens_k[0])
+        mask = torch.rand(*(rng.choice((1, n)) for n in full), generator=made) < 0.5
+        features["mask"], bound["mask"] = mask, dense_mask(mask, full).expand(full)
+    elif mask_kind:
+        sizes = [a * b for a, b in zip(lens_q, used)]
+        bits = torch.rand(sum(sizes), generator=made) < 0.4
+        bound["mask"] = features["mask"] = pack_mask(bits) if mask_kind == "packed" else bits
+        bound["mask_indptr"] = torch.tensor([sum(sizes[:i]) for i in range(batch + 1)])
+    for name, heads in (("q_scale", hq), ("k_scale", hkv), ("v_scale", hkv)) if scales else ():
+        scale = torch.rand(batch if scales == "request_head" else 1, heads, generator=made) + 0.5
+        features[name] = scale if scale.shape[0] == batch else scale[0]
+        bound[name] = scale
+    call: tuple[Any, ...] = (q, k, v) if dense else (q, k, v, data.cu_seqlens(lens_q), data.cu_seqlens(lens_k))
+    exact, exact_lse = (reference.attention if dense else reference.attention_varlen)(*call, window=window, **features)
+    plain, plain_lse = (reference.attention_plain if dense else reference.attention_varlen_plain)(*call, window=window, **features)
+
+    out_dtype = "bf16" if q_dtype == "e4m3" else q_dtype
+    problem = AttentionProblem(
+        layout, batch, rows, keys, hq, hkv, d, dv, q_dtype, kv_dtype, out_dtype, causal=case["right"] == "causal",
+        window=window, soft_cap=case["cap"], alibi=case["alibi"], sinks=case["sinks"], mask=mask_kind,
+        variant=VARIANT if case["variant"] else None,  # type: ignore[arg-type]
+        kv_lens=case["kv_lens"], scales=scales, return_lse=case["lse"],
+    )
+    out = data.poisoned_empty(exact.shape, torch_dtype(out_dtype))
+    lse = data.poisoned_empty(exact_lse.shape) if case["lse"] else None
+    run_bound(problem, case["isa"], AttentionTensors(q, k, v, out, lse, features["scale"], *call[3:], **bound), rng)
+    what = f"{problem} q={lens_q} k={lens_k} used={used} #{index}"
+    assert_close_to_reference(out, exact, plain, what=what, tile_dim=-3, factor=factor, seed=seed)
+    if lse is not None:
+        assert_lse_close(lse, exact_lse, plain_lse, what=what, seed=seed)
+
+
+def feature_name(case: Case) -> str:
+    words = [*case["kind"], *case["layout"], case["isa"], case["right"]]
+    return "-".join([*map(str, words), *(name for name in ("left", "cap", "alibi", "sinks", "variant", "kv_lens", "lse") if case[name])])
+
+
+@pytest.mark.parametrize("case", FEATURE_CASES, ids=feature_name)
+def test_random_features(case: Case) -> None:
+    for index in range(8):
+        run_features(case, index)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", FEATURE_CASES, ids=feature_name)
+def test_many_random_features(case: Case) -> None:
+    for index in range(8, 100):
+        run_features(case, index, factor=4.0)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_given_mask_hides_nan_and_inf(dtype: str) -> None:
+    """Bad keys and values anywhere: each row gets exactly those that its mask lets through; heads share it or do not."""
+    kind, rng = torch_dtype(dtype), random.Random(6)
+    for index, (sq, sk, heads) in enumerate(((37, 200, 4), (5, 129, 1), (1, 300, 4))):
+        seed = data.seed_of("mask nan", dtype, index)
+        q, k, v = data.random_tensors([(2, sq, 4, 64), (2, sk, 2, 64), (2, sk, 2, 64)], kind, seed=seed)
+        for bad in (float("nan"), float("inf"), float("-inf")):
+            for x in (k, v):
+                x[rng.randrange(2), rng.randrange(sk), rng.randrange(2), rng.randrange(64)] = bad
+        full = (2, 4, sq, sk)
+        mask = torch.rand(2, heads, sq, sk, generator=torch.Generator().manual_seed(seed)) < 0.4
+        exact = reference.attention(q, k, v, mask=mask, return_lse=True)
+        plain = reference.attention_plain(q, k, v, mask=mask, return_lse=True)
+        out, lse = data.poisoned_empty(exact[0].shape, kind), data.poisoned_empty(exact[1].shape)
+        problem = AttentionProblem("dense", 2, sq, sk, 4, 2, 64, 64, dtype, dtype, dtype, mask="dense", return_lse=True)
+        run_bound(problem, LEVELS[-1], AttentionTensors(q, k, v, out, lse, 0.125, mask=mask.expand(full)), rng)
+        assert_close_to_reference(out, exact[0], plain[0], what=f"mask nan {dtype} {sq} {sk}", tile_dim=-3, seed=seed)
+
+
+def test_head_dims_of_one_latent_head() -> None:
+    q, k, v = data.random_tensors([(2, 9, 5, 576), (2, 150, 1, 576), (2, 150, 1, 512)], seed=8)
+    exact, plain = (f(q, k, v, causal=True) for f in (reference.attention, reference.attention_plain))
+    out = data.poisoned_empty(exact.shape)
+    problem = AttentionProblem("dense", 2, 9, 150, 5, 1, 576, 512, "fp32", "fp32", "fp32", causal=True)
+    run_bound(problem, LEVELS[-1], AttentionTensors(q, k, v, out, None, 576**-0.5), random.Random(0))
+    assert_close_to_reference(out, exact, plain, what="576/512", tile_dim=-3)
+
+
 BASE = AttentionProblem("dense", 2, 100, 100, 8, 2, 64, 64, "fp32", "fp32", "fp32")
 
 
 @pytest.mark.parametrize(("changes", "named"), [
-    (dict(q_dtype="e4m3", kv_dtype="e4m3", out_dtype="bf16"), "e4m3"), (dict(kv_dtype="bf16"), "bf16"),
-    (dict(out_dtype="bf16"), "bf16"), (dict(head_dim=576, head_dim_v=512), "576/512"), (dict(head_dim=60), "60"),
-    (dict(num_q_heads=7), "7"), (dict(alibi=True), "alibi"), (dict(sinks=True), "sinks"),
-    (dict(mask="dense"), "mask=dense"), (dict(variant="prefix_lm"), "prefix_lm"), (dict(block_mask=True), "block_mask"),
-    (dict(scales="head"), "scales=head"), (dict(requires_grad=True), "requires_grad"),
+    (dict(q_dtype="e4m3", out_dtype="bf16"), "e4m3"), (dict(kv_dtype="bf16"), "bf16"), (dict(out_dtype="bf16"), "bf16"),
+    (dict(head_dim=584, head_dim_v=512), "584/512"), (dict(head_dim=60), "60"), (dict(num_q_heads=7), "7"),
+    (dict(variant="prefix_lm"), "prefix_lm"), (dict(block_mask=True), "block_mask"), (dict(requires_grad=True), "requires_grad"),
 ])
 def test_a_refusal_names_the_value(changes: dict[str, Any], named: str) -> None:
     verdict = prefill_cpu.FAMILY.supports(replace(BASE, **changes), Target.parse("cpu-x86-64-v3"))

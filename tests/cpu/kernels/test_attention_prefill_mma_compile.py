@@ -17,6 +17,7 @@ from kernelgen.kernels.attention import prefill_mma
 from kernelgen.problems.attention import AttentionProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
+from kernelgen.testing.planned_cases import RelativeBias
 from kernelgen.testing.resources import ARCHS, assert_within_table, compiled, covered, measured
 
 TABLE = Path(__file__).with_name("ptxas_attention_prefill_mma.json")
@@ -63,6 +64,18 @@ def test_every_head_dim_has_a_config(arch: str) -> None:
             assert config.registers(d, dv) <= 255
 
 
+def test_features_that_are_off_leave_the_spec_alone() -> None:
+    """Each feature is an option of its own: switching one on changes the spec, and nothing else does."""
+    target, config = Target.parse("sm_90a"), prefill_mma.Config(64, 64, 4, 2)
+    plain = prefill_mma.spec(BASE, target, config)
+    changes: list[dict[str, Any]] = [{"alibi": True}, {"sinks": True}, {"mask": "dense"}, {"soft_cap": True}, {"kv_dtype": "e4m3"},
+                                     {"scales": "head"}, {"variant": RelativeBias()}]
+    specs = [prefill_mma.spec(replace(BASE, **change), target, config) for change in changes]
+    assert len({plain, *specs}) == len(changes) + 1
+    assert len({spec.name for spec in specs}) == len(changes)
+    assert next(iter(compiled(specs[-1:]).values()))["registers"] <= 255
+
+
 def test_one_spec_for_all_lengths_batches_and_head_counts() -> None:
     """What varies from call to call must not compile anew."""
     target = Target.parse("sm_90a")
@@ -83,10 +96,10 @@ def test_batch_invariant_config_ignores_the_batch() -> None:
 
 
 @pytest.mark.parametrize("change, words", [
-    ({"q_dtype": "fp32", "kv_dtype": "fp32", "out_dtype": "fp32"}, "fp32"), ({"kv_dtype": "e4m3"}, "e4m3"),
-    ({"head_dim": 65}, "65"), ({"head_dim": 520}, "520"), ({"alibi": True}, "alibi"), ({"sinks": True}, "sinks"),
-    ({"mask": "dense"}, "mask=dense"), ({"variant": "mine"}, "variant mine"), ({"block_mask": True}, "block_mask"),
-    ({"scales": "tensor"}, "scales=tensor"), ({"requires_grad": True}, "requires_grad"), ({"batch": 70000}, "70000"),
+    ({"q_dtype": "fp32", "kv_dtype": "fp32", "out_dtype": "fp32"}, "fp32"), ({"kv_dtype": "fp16"}, "fp16"),
+    ({"head_dim": 65}, "65"), ({"head_dim": 520}, "520"), ({"variant": "mine"}, "variant mine"), ({"block_mask": True}, "block_mask"),
+    ({"out_dtype": "fp16"}, "out dtype fp16"), ({"alignment": 1}, "alignment 1"),
+    ({"requires_grad": True}, "requires_grad"), ({"batch": 70000}, "70000"),
     ({"num_q_heads": 30}, "30 query heads"), ({"seq_k": 2**30}, str(2**30)),
 ])
 def test_refusals_name_the_value(change: dict[str, Any], words: str) -> None:

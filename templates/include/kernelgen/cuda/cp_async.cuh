@@ -43,6 +43,38 @@ __device__ inline void copy_16_aligned(uint32_t shared, const void* source, bool
   }
 }
 
+// Copies the first `bytes` (0, 8 or 16) of 16 bytes and writes zeros for the rest; `source` is aligned to `Alignment`
+// bytes. Classes 1 and 2, which cp.async does not have, load through registers and are synchronous.
+template <int Alignment>
+__device__ inline void copy_bytes_aligned(uint32_t shared, const void* source, int bytes) {
+  if constexpr (Alignment == 16) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(source), "r"(bytes) : "memory");
+  } else if constexpr (Alignment >= 4) {
+    const char* from = static_cast<const char*>(source);
+#pragma unroll
+    for (int i = 0; i < 16; i += Alignment) {
+      asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared + i), "l"(from + i), "n"(Alignment),
+                   "r"(i < bytes ? Alignment : 0)
+                   : "memory");
+    }
+  } else {
+    uint32_t words[4] = {0, 0, 0, 0};
+    const uint8_t* from = static_cast<const uint8_t*>(source);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      if (i < bytes) words[i / 4] |= static_cast<uint32_t>(from[i]) << (i % 4 * 8);
+    }
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(words[0]), "r"(words[1]), "r"(words[2]),
+                 "r"(words[3])
+                 : "memory");
+  }
+}
+
+// Copies one aligned 32-bit word, or writes 0.
+__device__ inline void cp_async_4(uint32_t shared, const void* source, bool valid = true) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(source), "r"(valid ? 4 : 0) : "memory");
+}
+
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most `Pending` of the newest groups of this thread are unfinished.

@@ -1,0 +1,37 @@
+"""What the attention ops need of variants: the traced form that a problem carries, and the argument words of a call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kernelgen.errors import SettingsError, VariantError
+
+
+def trace_or_name(variant: Any, backend: str, return_lse: bool = False) -> Any:
+    """The traced variant, which kernels compile in; None for none. The eager oracle alone also takes what cannot be traced: its name.
+
+    Raises VariantError for a function that cannot be traced, SettingsError for an LSE of a variant without softmax.
+    """
+    if variant is None:
+        return None
+    from kernelgen.variants import trace
+
+    if return_lse and getattr(variant, "normalization", "softmax") == "none":
+        raise SettingsError("return_lse: got True with a variant of normalization 'none', expected False: without a softmax there is none")
+    try:
+        return trace(variant)
+    except VariantError:
+        if backend != "reference":
+            raise
+        return str(getattr(variant, "name", None) or "custom")
+
+
+def bind_words(variant: Any, traced: Any, device: torch.device) -> torch.Tensor | None:
+    """The argument block of a variant's extra tensors and scalars on the device, None without a traced variant."""
+    if traced is None or isinstance(traced, str):
+        return None
+    from kernelgen.variants import bind_words as bind
+
+    return bind(variant, traced, device)

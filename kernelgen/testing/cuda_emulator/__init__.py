@@ -1,0 +1,88 @@
+"""CUDA kernels on the CPU: the real templates over headers that stand in for the instructions of one chip.
+
+What lies under templates/include/kernelgen/cuda is replaced by the files beside this one (cp.async, ldmatrix, mma, shuffles,
+barriers between fibers); attention's own headers are compiled as they are. Slow, and blind to registers and timing, but it
+sees indices, barriers and waits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kernelgen.render import render
+from kernelgen.specs import KernelSpec
+
+_HERE = Path(__file__).parent
+_FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-fno-strict-aliasing")
+# PTX of headers that are otherwise used as they are.
+_REPLACED = (
+    ("extern __shared__ __align__(128) unsigned char shared_memory[];", "unsigned char* shared_memory = ::emulator::dynamic_shared;"),
+    ('asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(moved), "r"(0x5c005c00u));',
+     "const float2 m = unpack_pair<fp16>(moved); result = pack_pair<fp16>(m.x * 256.0f, m.y * 256.0f);"),
+    ('asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(moved), "r"(kScale * 0x10001u), "r"(0x80008000u));',
+     "const float2 m = unpack_pair<bf16>(moved); const float s = to_float(bf16{kScale}); "
+     "result = pack_pair<bf16>(m.x * s, m.y * s);"),
+    ("#include <kernelgen/cuda/types.cuh>\n\nnamespace kernelgen {\n\nstruct e4m3",
+     "#include <kernelgen/cuda/conversions.cuh>\n\nnamespace kernelgen {\n\nstruct e4m3"),
+)
+
+
+def _rewritten(text: str) -> str:
+    for old, new in _REPLACED:
+        text = text.replace(old, new)
+    return text
+
+
+def _library(spec: KernelSpec, folder: Path) -> Path:
+    source = render(spec)
+    text = _rewritten(source.text) + "".join(
+        f'\nextern "C" void emulate_{entry}(const unsigned* grid, int threads, int lazy, unsigned seed, const void* params) {{\n'
+        f"  emulator::launch(grid, threads, lazy != 0, seed, [=] {{ {entry}(*static_cast<const {spec.params_type}*>(params)); }});\n}}\n"
+        for entry in spec.entries)
+    own = {str(p.relative_to(_HERE)): p.read_text() for p in sorted(_HERE.rglob("*")) if p.suffix in (".h", ".cuh")}
+    headers = {name: _rewritten(content) for name, content in source.includes} | own
+    digest = hashlib.sha256(repr((text, sorted(headers.items()), _FLAGS)).encode()).hexdigest()[:20]
+    target = folder / digest / "kernel.so"
+    if not target.exists():
+        for name, content in headers.items():
+            path = target.parent / "include" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+        (target.parent / "kernel.cc").write_text(text)
+        part = target.with_suffix(".part")
+        subprocess.run(["g++", *_FLAGS, "-I", "include", "kernel.cc", "-o", part.name], cwd=target.parent, check=True)
+        part.rename(target)
+    return target
+
+
+@dataclass
+class EmulatedKernel:
+    """What a family's bind() takes for a loaded kernel."""
+
+    spec: KernelSpec
+    folder: Path
+    lazy: bool = False
+    seed: int = 1
+    name: str = ""
+    _library: Any = field(default=None, repr=False)
+
+    def entry(self, name: str) -> EmulatedKernel:
+        return EmulatedKernel(self.spec, self.folder, self.lazy, self.seed, name)
+
+    def prepare(self, device: int, *, grid: tuple[int, int, int], block: tuple[int, int, int], shared_memory: int = 0,
+                **_: Any) -> Callable[[bytes], None]:
+        function = getattr(ctypes.CDLL(str(_library(self.spec, self.folder))), f"emulate_{self.name or self.spec.entries[0]}")
+        sizes = (ctypes.c_uint * 3)(*grid)
+
+        def launch(params: bytes) -> None:
+            assert len(params) == self.spec.params.size
+            buffer = ctypes.create_string_buffer(params, len(params) + 64)
+            function(sizes, block[0], int(self.lazy), self.seed, buffer)
+
+        return launch

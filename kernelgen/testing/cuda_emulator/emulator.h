@@ -1,0 +1,275 @@
+// Runs the blocks of a CUDA kernel on the CPU, one after another. A thread is a fiber; warp and block collectives are
+// barriers between fibers. Copies by cp.async land either at once or only when waited for, and the order of fibers is
+// shuffled, so that a missing wait or barrier shows.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <vector>
+
+namespace emulator {
+
+struct Dim3 {
+  unsigned x, y, z;
+};
+struct Copy {
+  unsigned char* target;
+  const void* source;
+  int bytes, size;
+};
+struct Fiber {
+  void* stack_pointer = nullptr;
+  unsigned char* stack = nullptr;
+  Dim3 thread{};
+  bool done = false;
+  std::vector<std::vector<Copy>> groups;  // committed and not yet landed
+  std::vector<Copy> open;
+};
+struct Barrier {
+  int waiting = 0;
+  unsigned generation = 0;
+  int alive = 0;
+};
+struct WarpSlots {
+  uint64_t value[32];
+  uint32_t a[32][4], b[32][2];
+};
+
+inline bool lazy_copies = false;
+inline std::mt19937 order(1);
+inline std::vector<Fiber> fibers;
+inline std::vector<Barrier> warp_barriers;
+inline std::vector<WarpSlots> warp_slots;
+inline Barrier block_barrier;
+inline int block_flag[2];
+inline Fiber* current = nullptr;
+inline void* scheduler_stack_pointer = nullptr;
+inline std::function<void()> body;
+inline Dim3 block_index, grid_size;
+alignas(128) inline unsigned char dynamic_shared[256 * 1024];
+
+extern "C" void emulator_switch(void** from, void* to);
+__asm__(R"(
+.weak emulator_switch
+emulator_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+)");
+
+inline void yield() { emulator_switch(&current->stack_pointer, scheduler_stack_pointer); }
+inline int thread() { return static_cast<int>(current->thread.x); }
+inline int warp() { return thread() / 32; }
+
+inline void release(Barrier& barrier) {
+  if (barrier.waiting == barrier.alive && barrier.alive > 0) {
+    barrier.waiting = 0;
+    ++barrier.generation;
+  }
+}
+inline void wait(Barrier& barrier) {
+  const unsigned generation = barrier.generation;
+  ++barrier.waiting;
+  release(barrier);
+  while (barrier.generation == generation) yield();
+}
+inline void warp_wait() { wait(warp_barriers[warp()]); }
+
+inline void land(const Copy& copy) {
+  std::memset(copy.target, 0, copy.size);
+  if (copy.bytes > 0) std::memcpy(copy.target, copy.source, copy.bytes);
+}
+inline void copy_async(uint32_t shared, const void* source, int bytes, int size) {
+  const Copy copy{dynamic_shared + shared, source, bytes, size};
+  if (lazy_copies) {
+    current->open.push_back(copy);
+  } else {
+    land(copy);
+  }
+}
+inline void commit() {
+  current->groups.push_back(std::move(current->open));
+  current->open.clear();
+}
+inline void wait_groups(int pending) {
+  auto& groups = current->groups;
+  while (static_cast<int>(groups.size()) > pending) {
+    for (const Copy& copy : groups.front()) land(copy);
+    groups.erase(groups.begin());
+  }
+}
+
+inline void entry() {
+  body();
+  if (!current->groups.empty() && lazy_copies) {
+    for (auto& group : current->groups) {
+      if (!group.empty()) std::fprintf(stderr, "emulator: a thread ended with copies in flight\n"), std::abort();
+    }
+  }
+  current->done = true;
+  --warp_barriers[warp()].alive;
+  --block_barrier.alive;
+  release(warp_barriers[warp()]);
+  release(block_barrier);
+  yield();
+  std::abort();
+}
+
+inline void run_block(int threads) {
+  constexpr size_t kStack = 256 * 1024;
+  if (static_cast<int>(fibers.size()) < threads) fibers.resize(threads);
+  warp_barriers.assign((threads + 31) / 32, Barrier{0, 0, 32});
+  warp_slots.resize((threads + 31) / 32);
+  block_barrier = Barrier{0, 0, threads};
+  std::memset(dynamic_shared, 0xff, sizeof(dynamic_shared));  // NaN in every type
+  std::vector<int> queue(threads);
+  for (int i = 0; i < threads; ++i) {
+    Fiber& f = fibers[i];
+    if (f.stack == nullptr) f.stack = static_cast<unsigned char*>(std::aligned_alloc(64, kStack));
+    f.thread = {static_cast<unsigned>(i), 0, 0};
+    f.done = false;
+    f.groups.clear();
+    f.open.clear();
+    void** top = reinterpret_cast<void**>(f.stack + kStack - 64);
+    *--top = nullptr;                           // return address of entry, never used; keeps the stack aligned
+    *--top = reinterpret_cast<void*>(&entry);
+    for (int r = 0; r < 6; ++r) *--top = nullptr;
+    f.stack_pointer = top;
+    queue[i] = i;
+  }
+  while (!queue.empty()) {
+    std::shuffle(queue.begin(), queue.end(), order);
+    for (int i : queue) {
+      current = &fibers[i];
+      emulator_switch(&scheduler_stack_pointer, current->stack_pointer);
+    }
+    queue.erase(std::remove_if(queue.begin(), queue.end(), [](int i) { return fibers[i].done; }), queue.end());
+  }
+}
+
+template <class F>
+void launch(const unsigned* grid, int threads, bool lazy, unsigned seed, F f) {
+  lazy_copies = lazy;
+  order.seed(seed);
+  body = f;
+  grid_size = {grid[0], grid[1], grid[2]};
+  for (unsigned z = 0; z < grid[2]; ++z) {
+    for (unsigned y = 0; y < grid[1]; ++y) {
+      for (unsigned x = 0; x < grid[0]; ++x) {
+        block_index = {x, y, z};
+        run_block(threads);
+      }
+    }
+  }
+}
+
+}  // namespace emulator
+
+#define __device__
+#define __host__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __shared__ static
+#define threadIdx (::emulator::current->thread)
+#define blockIdx (::emulator::block_index)
+#define gridDim (::emulator::grid_size)
+
+struct float2 {
+  float x, y;
+};
+struct uint2 {
+  unsigned x, y;
+};
+struct uint4 {
+  unsigned x, y, z, w;
+};
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+using std::max;
+using std::min;
+
+template <class To, class From>
+inline To bits_as(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+inline float __uint_as_float(unsigned x) { return bits_as<float>(x); }
+inline float __int_as_float(int x) { return bits_as<float>(x); }
+inline unsigned __float_as_uint(float x) { return bits_as<unsigned>(x); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+  const uint64_t both = (static_cast<uint64_t>(y) << 32) | x;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) result |= static_cast<unsigned>((both >> ((selector >> (4 * i) & 7) * 8)) & 0xff) << (8 * i);
+  return result;
+}
+inline void __syncthreads() { emulator::wait(emulator::block_barrier); }
+inline void __syncwarp() { emulator::warp_wait(); }
+inline bool __syncthreads_or(bool flag) {
+  static int any = 0;
+  __syncthreads();
+  any = 0;
+  __syncthreads();
+  any |= flag;
+  __syncthreads();
+  return any != 0;
+}
+template <class V>
+inline V emulator_from_lane(V value, int lane) {
+  auto& slots = emulator::warp_slots[emulator::warp()].value;
+  uint64_t word = 0;
+  std::memcpy(&word, &value, sizeof(value));
+  slots[emulator::thread() % 32] = word;
+  emulator::warp_wait();
+  std::memcpy(&value, &slots[lane & 31], sizeof(value));
+  emulator::warp_wait();
+  return value;
+}
+template <class V>
+inline V __shfl_sync(unsigned, V value, int lane) { return emulator_from_lane(value, lane); }
+template <class V>
+inline V __shfl_xor_sync(unsigned, V value, int mask) { return emulator_from_lane(value, emulator::thread() % 32 ^ mask); }
+template <class V>
+inline V __shfl_up_sync(unsigned, V value, int step) {
+  const int lane = emulator::thread() % 32;
+  return emulator_from_lane(value, lane >= step ? lane - step : lane);
+}
+inline unsigned __ballot_sync(unsigned, bool flag) {
+  auto& slots = emulator::warp_slots[emulator::warp()].value;
+  slots[emulator::thread() % 32] = flag;
+  emulator::warp_wait();
+  unsigned all = 0;
+  for (int i = 0; i < 32; ++i) all |= static_cast<unsigned>(slots[i] != 0) << i;
+  emulator::warp_wait();
+  return all;
+}
+inline bool __any_sync(unsigned mask, bool flag) { return __ballot_sync(mask, flag) != 0; }
+inline int atomicMax(int* target, int value) {
+  const int old = *target;
+  *target = std::max(old, value);
+  return old;
+}

@@ -1,0 +1,18 @@
+#pragma once
+#include <kernelgen/cuda/types.cuh>
+
+namespace kernelgen {
+inline void load_chunk(uint32_t (&words)[4], uint32_t shared) { std::memcpy(words, emulator::dynamic_shared + shared, 16); }
+inline void store_chunk(uint32_t shared, const uint32_t (&words)[4]) { std::memcpy(emulator::dynamic_shared + shared, words, 16); }
+inline uint32_t load_word(uint32_t shared) {
+  uint32_t word;
+  std::memcpy(&word, emulator::dynamic_shared + shared, 4);
+  return word;
+}
+inline void store_word(uint32_t shared, uint32_t word) { std::memcpy(emulator::dynamic_shared + shared, &word, 4); }
+template <int Alignment>
+inline void store_16_aligned(void* target, const uint32_t (&words)[4]) {
+  if (reinterpret_cast<uintptr_t>(target) % Alignment != 0) std::fprintf(stderr, "emulator: unaligned store\n"), std::abort();
+  std::memcpy(target, words, 16);
+}
+}  // namespace kernelgen
