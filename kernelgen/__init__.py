@@ -113,7 +113,9 @@ def __dir__() -> list[str]:
 
 # What every first call needs is imported here, about 0.1 s beyond torch (tools/bench/results): a program imports at its
 # start, but its first call may be somebody's request. Last, because these modules import this one.
-for _module in ("tvm_ffi", "kernelgen.ops.attention", "kernelgen.ops.gemm", "kernelgen.launch.host", "kernelgen.toolchains.cxx"):
+for _module in ("tvm_ffi", "kernelgen.ops.attention", "kernelgen.ops.gemm", "kernelgen.launch.host", "kernelgen.toolchains.cxx",
+                "kernelgen.dispatch.backends.generated", "kernelgen.dispatch.backends.torch_native",
+                "kernelgen.dispatch.backends.reference"):
     import_module(_module)
 import_module("kernelgen.toolchains.nvrtc").import_bindings()
 

@@ -62,12 +62,12 @@ class Generated(Backend):
             yield "", None, no(f"no generated kernel for {problem.op} on {target.kind} in this release")
 
     def prepare(self, problem: Any, target: Target, kernel: str, config: Any, tensors: Any) -> Callable[[Any], Any]:
-        family = _family(problem.op, kernel)
+        family = _family(problem.op, target, kernel)
         return family.bind(problem, config, build.kernel(family.spec(problem, target, config)), tensors)
 
 
-def _family(op: str, name: str) -> KernelFamily:
-    return next(family for family in families(op) if family.name == name)
+def _family(op: str, target: Target, name: str) -> KernelFamily:
+    return next(family for family in families(op, target.kind) if family.name == name)
 
 
 BACKEND = Generated()

@@ -116,7 +116,7 @@ def _prebuild(op: str, *, target: str | None, sm_count: tuple[int, ...] | None, 
         chosen = decision.chosen
         if chosen is None:
             raise NoBackendError(f"nothing to build:\n{decision}")
-        family = next(f for f in families(decision.problem.op) if f.name == chosen.kernel)
+        family = next(f for f in families(decision.problem.op, decision.target.kind) if f.name == chosen.kernel)
         specs.setdefault(family.spec(decision.problem, decision.target, chosen.config), []).append(count)
     report = []
     for spec, served in specs.items():

@@ -60,7 +60,7 @@ class KernelFamily:
     division: Callable[[Any, Target, Any], Division] | None = None
 
 
-# op -> modules whose FAMILY runs it, imported when the op is first used.
+# op -> modules whose FAMILY runs it, imported when the op is first used. Those of CPU kernels end in _cpu.
 _MODULES: dict[str, tuple[str, ...]] = {
     "attention": ("attention.prefill_cpu", "attention.prefill_mma"),
     "append": ("cache.append_cpu", "cache.append_cuda"),
@@ -74,9 +74,9 @@ _MODULES: dict[str, tuple[str, ...]] = {
 
 
 def families(op: str, target_kind: str | None = None) -> list[KernelFamily]:
-    """The generated kernels of an op, in registry order."""
-    found = [import_module(f"kernelgen.kernels.{module}").FAMILY for module in _MODULES.get(op, ())]
-    return [f for f in found if target_kind is None or f.target_kind == target_kind]
+    """The generated kernels of an op, in registry order. Modules of the other kind are not imported: it is part of a first call."""
+    modules = (m for m in _MODULES.get(op, ()) if target_kind is None or m.endswith("_cpu") == (target_kind == "cpu"))
+    return [import_module(f"kernelgen.kernels.{module}").FAMILY for module in modules]
 
 
 def division_of(decision: Decision) -> Division | None:
@@ -84,7 +84,7 @@ def division_of(decision: Decision) -> Division | None:
     chosen = decision.chosen
     if chosen is None or chosen.backend != "generated":
         return None
-    family = next(f for f in families(decision.problem.op) if f.name == chosen.kernel)
+    family = next(f for f in families(decision.problem.op, decision.target.kind) if f.name == chosen.kernel)
     return family.division(decision.problem, decision.target, chosen.config) if family.division else None
 
 

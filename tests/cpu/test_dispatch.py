@@ -181,3 +181,12 @@ def test_measured_rows_hold_for_the_dtypes_that_they_name(dtype: str, score: flo
     for decision, library in ((attention, "cuDNN"), (gemm, "cuBLAS")):
         row = next(c for c in decision.candidates if c.backend == "torch")
         assert row.verdict.ok and row.score == score and (library in row.note) == (score == 70)
+
+
+def test_families_of_one_kind_import_no_module_of_the_other() -> None:
+    from kernelgen.kernels.base import _MODULES, all_families, families
+
+    for op in _MODULES:
+        for kind in ("cpu", "cuda"):
+            assert families(op, kind) == [f for f in families(op) if f.target_kind == kind]
+    assert {f.target_kind for f in all_families()} == {"cpu", "cuda"}
