@@ -65,7 +65,7 @@ _MAX_GRID_Y = 65535
 _MERGE_BLOCKS = 1 << 14  # of the second stage: below it every head gets a block of its own
 _BLOCKS_PER_SM = 32
 # Items per place that can run one. One wave of long chunks reads a 16-bit cache at 3.9 - 4.25 TB/s, three waves at 3.6 - 4.0,
-# six at 3.1 - 3.8 (H200, 537 MB, docs/design/attention_inference.md); of an fp8 cache, whose conversion is the limit, three
+# six at 3.1 - 3.8 (H200, 537 MB, tools/bench/results/tried/h200_decode_configs.json); of an fp8 cache, whose conversion is the limit, three
 # waves are faster than one.
 _DECODE_WAVES, _DECODE_WAVES_FP8 = 1, 3
 _MIN_CHUNK = 256
@@ -113,7 +113,7 @@ def legal(problem: PagedAttentionProblem, target: Target, config: Config) -> Ver
 #   16x16 w1 s3 keys4     2 x 4                    8 x 2 x  8 KB = 128 KB
 #
 # A warp takes about 1,000 issue slots for 32 keys, and the memory delivers 32 keys of 512 bytes in 800 cycles per SM: one
-# warp per scheduler is enough. Measured (H200, bf16, the same page): 3.56 - 3.99, 3.16 - 3.62, 3.54 - 3.89 and 3.35 - 3.83
+# warp per scheduler is enough. Measured (H200, bf16, the same file): 3.56 - 3.99, 3.16 - 3.62, 3.54 - 3.89 and 3.35 - 3.83
 # TB/s at three waves. An fp8 cache wants the four warps that share a tile: 1.64 TB/s against 1.11. The later ones are for
 # wide heads and small shared memory.
 DECODE = (
