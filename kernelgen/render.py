@@ -106,11 +106,25 @@ def include_closure(text: str) -> tuple[tuple[str, str], ...]:
     return tuple(sorted(found.items()))
 
 
+def constants(spec: KernelSpec) -> str:
+    """Members of a struct, one for each whole number and truth value of the spec: head_dim becomes kHeadDim.
+
+    A template that spelled each out would cost the first call of a process some 0.3 ms a line in Jinja's compiler.
+    """
+    lines = []
+    for name, value in spec.parameters:
+        if isinstance(value, int):
+            kind, text = ("bool", str(value).lower()) if isinstance(value, bool) else ("int", str(value))
+            lines.append(f"  static constexpr {kind} k{''.join(map(str.capitalize, name.split('_')))} = {text};")
+    return "\n".join(lines)
+
+
 @lru_cache(maxsize=1024)
 def render(spec: KernelSpec) -> Source:
     """Render a spec. Raises RenderError with template, line and the reason."""
     values = dict(spec.parameters)
     values["layout_assertions"] = spec.params.assertions(spec.params_type)
+    values["constants"] = constants(spec)
     try:
         marked = _environment().get_template(spec.template).render(values)
     except jinja2.TemplateSyntaxError as error:

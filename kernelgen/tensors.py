@@ -36,20 +36,68 @@ class AttentionTensors(NamedTuple):
 class PlanArrays(NamedTuple):
     """What a plan keeps on the device of q; docs/design/attention_inference.md says what each array holds.
 
-    int32 but for mask_indptr (int64) and the partial results (float32). ``num_items`` bounds item_indptr[B]; the
-    workspace is None where no request can have more than one split. update() refills the same memory.
+    lengths      (4 B + 3) int32: q_indptr (B + 1), kv_lens (B), page_begin (B), item_indptr (B + 1), chunk (1)
+    pages        int32 page numbers, contiguous, of any shape
+    mask_indptr  (B + 1) int64, where the plan has a mask
+    partial      (rows * (Dv + 1)) float32: partial_out (rows, Dv), then partial_lse (rows); None where no request can have
+                 more than one split
+    rows         of partial results
+    num_items    bounds item_indptr[B]
+    addresses    of q_indptr, kv_lens, page_begin, item_indptr, chunk, partial_out, partial_lse: all that kernels ask for, as
+                 a view of each would cost a plan more than all its arithmetic
     """
 
-    q_indptr: torch.Tensor
-    kv_lens: torch.Tensor
-    page_begin: torch.Tensor
-    item_indptr: torch.Tensor
-    chunk: torch.Tensor
-    page_indices: torch.Tensor
+    lengths: torch.Tensor
+    batch: int
+    pages: torch.Tensor
     mask_indptr: torch.Tensor | None
-    partial_out: torch.Tensor | None
-    partial_lse: torch.Tensor | None
+    partial: torch.Tensor | None
+    rows: int
     num_items: int
+    addresses: tuple[int, int, int, int, int, int, int]
+
+    @classmethod
+    def make(
+        cls, lengths: torch.Tensor, batch: int, pages: torch.Tensor, mask_indptr: torch.Tensor | None, partial: torch.Tensor | None,
+        rows: int, num_items: int,
+    ) -> PlanArrays:
+        first, step = lengths.data_ptr(), 4 * batch
+        out = 0 if partial is None else partial.data_ptr()
+        lse = 0 if partial is None else out + 4 * (partial.shape[0] - rows)
+        return cls(lengths, batch, pages, mask_indptr, partial, rows, num_items,
+                   (first, first + step + 4, first + 2 * step + 4, first + 3 * step + 4, first + 4 * step + 8, out, lse))
+
+    @property
+    def q_indptr(self) -> torch.Tensor:
+        return self.lengths[: self.batch + 1]
+
+    @property
+    def kv_lens(self) -> torch.Tensor:
+        return self.lengths[self.batch + 1 : 2 * self.batch + 1]
+
+    @property
+    def page_begin(self) -> torch.Tensor:
+        return self.lengths[2 * self.batch + 1 : 3 * self.batch + 1]
+
+    @property
+    def item_indptr(self) -> torch.Tensor:
+        return self.lengths[3 * self.batch + 1 : -1]
+
+    @property
+    def chunk(self) -> torch.Tensor:
+        return self.lengths[-1:]
+
+    @property
+    def page_indices(self) -> torch.Tensor:
+        return self.pages.reshape(-1)
+
+    @property
+    def partial_out(self) -> torch.Tensor | None:
+        return None if self.partial is None else self.partial[: self.partial.shape[0] - self.rows]
+
+    @property
+    def partial_lse(self) -> torch.Tensor | None:
+        return None if self.partial is None else self.partial[self.partial.shape[0] - self.rows :]
 
 
 class PagedTensors(NamedTuple):

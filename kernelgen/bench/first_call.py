@@ -25,6 +25,7 @@ from kernelgen.bench.results import Row
 
 SUITE = "first-call"
 OPS = ("attention", "gemm")
+PLANS = (64, 1024)  # requests
 _TIMEOUT = 300.0
 _IMPORT = """import time, torch
 a = time.perf_counter()
@@ -80,6 +81,8 @@ def measure(device: str, *, rounds: int = 5, cold_rounds: int = 3) -> Iterator[R
             yield from _guard(f"first call, cold cache: {where}", partial(_cold, op, device, root, cold_rounds))
             yield from _guard(f"first call of a process, warm cache: {where}", partial(_warm, op, device, cache, rounds))
             yield from _guard(f"host cost of a repeated call: {where}", partial(_host, op, device, cache))
+        for batch in PLANS:
+            yield from _guard(f"host cost of planning {batch} decodes on {device}", partial(_plans, batch, device, root / "plan"))
     yield from _guard("wheel", wheel)
 
 
@@ -125,6 +128,11 @@ def _warm(op: str, device: str, cache: Path, rounds: int, problem: str) -> list[
 def _host(op: str, device: str, cache: Path, problem: str) -> list[Row]:
     note = "the small kernel's own time is part of it" if device == "cpu" else "3,000 calls without a sync, divided"
     return [Row(SUITE, problem, "call", us=Timing(**_probe("host", op, device, cache)), note=note)]
+
+
+def _plans(batch: int, device: str, cache: Path, problem: str) -> list[Row]:
+    return [Row(SUITE, problem, name, us=Timing(**times), note="lengths on the host, 3,000 calls divided")
+            for name, times in _probe("plan", str(batch), device, cache).items()]
 
 
 def wheel(problem: str = "wheel") -> list[Row]:

@@ -35,6 +35,26 @@ def _call(op: str, device: str, small: bool) -> Callable[[], Any]:
     return lambda: kernelgen.gemm(a, b, out=out, backend="generated")
 
 
+def _plan_calls(batch: int, device: str) -> dict[str, Callable[[], Any]]:
+    """What an engine does once a step for ``batch`` decodes of up to 4,000 keys, from lengths on the host."""
+    from kernelgen import PageTable, plan_attention
+
+    lengths = torch.randint(1, 4000, (batch,), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    blocks = torch.zeros(batch, 256, dtype=torch.int32, device=device)
+    pages = (lengths + 15) // 16
+    indptr = torch.nn.functional.pad(pages.cumsum(0, dtype=torch.int32), (1, 0))
+    indices, last = torch.zeros(int(indptr[-1]), dtype=torch.int32, device=device), lengths - (pages - 1) * 16
+    fields: dict[str, Any] = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "q_dtype": torch.bfloat16}
+    table = PageTable.from_blocks(blocks, lengths, 16)
+    plan = plan_attention(table, **fields)
+    return {
+        "plan": lambda: plan_attention(table, **fields),
+        "PageTable.from_blocks and plan": lambda: plan_attention(PageTable.from_blocks(blocks, lengths, 16), **fields),
+        "PageTable.from_csr and plan": lambda: plan_attention(PageTable.from_csr(indptr, indices, last, 16), **fields),
+        "plan.update": lambda: plan.update(table),
+    }
+
+
 def _settle(device: str) -> Callable[[], None]:
     """Bring torch and CUDA up; returns the sync."""
     if device == "cpu":
@@ -108,9 +128,19 @@ def host(op: str, device: str) -> dict[str, Any]:
     return asdict(host_cost(call, Protocol.of(device).host_calls, synchronize=sync))
 
 
+def plan(batch: str, device: str) -> dict[str, Any]:
+    """Host microseconds of each call of :func:`_plan_calls`, as in :func:`host`."""
+    from dataclasses import asdict
+
+    from kernelgen.bench.protocol import Protocol, host_cost
+
+    calls, sync = _plan_calls(int(batch), device), _settle(device)
+    return {name: asdict(host_cost(call, Protocol.of(device).host_calls, synchronize=sync)) for name, call in calls.items()}
+
+
 def main() -> None:
     what, op, device = sys.argv[1:]
-    print(json.dumps({"cold": cold, "warm": warm, "host": host}[what](op, device)))
+    print(json.dumps({"cold": cold, "warm": warm, "host": host, "plan": plan}[what](op, device)))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from kernelgen.ops.checks import (
     shape_text,
 )
 from kernelgen.ops.memo import layout_of, new_memo, remember
-from kernelgen.ops.page_table import check_starts
+from kernelgen.ops.page_table import check_starts, on_host
 from kernelgen.ops.planning import check_mask
 from kernelgen.ops.scales import Scale, head_scale, split_numbers
 from kernelgen.ops.variants import bind_words, trace_or_name
@@ -379,7 +379,7 @@ def _check_contents(cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, kv_len
     capacity: Any = seq_k
     for name, starts, total in (("cu_seqlens_q", cu_q, seq_q), ("cu_seqlens_k", cu_k, seq_k)):
         if starts is not None:
-            check_starts(name, starts.cpu(), total, f"the rows of {name[-1]}")
+            check_starts(name, on_host(starts), total, f"the rows of {name[-1]}")
             capacity = starts.diff().cpu()
     if kv_lens is not None:
         lens = kv_lens.cpu()

@@ -12,8 +12,9 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DeviceError, DtypeError, NoBackendError, ShapeError
+from kernelgen.guard import watched
 from kernelgen.ops.checks import check_last_contiguous, check_output, check_rank, check_tensors, shape_text
-from kernelgen.ops.memo import LIMIT, layout_of
+from kernelgen.ops.memo import layout_of, new_memo, remember
 from kernelgen.ops.page_table import Lengths, PageTable
 from kernelgen.ops.paged import (
     State,
@@ -33,9 +34,10 @@ from kernelgen.problems.paged import PagedAttentionProblem
 from kernelgen.reference.checks import check_option
 from kernelgen.settings import settings
 from kernelgen.targets import Target
-from kernelgen.tensors import PagedTensors
+from kernelgen.tensors import PagedTensors, PlanArrays
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_decisions = new_memo()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -60,17 +62,21 @@ class MLAPlan:
         one (pages, page_size, R + P) tensor. k_scale float32 for an fp8 cache: scalar, (B, 1) or (pages, 1) as planned.
         Raises ShapeError, DtypeError, DeviceError, LayoutError; NoBackendError for a q that wants a gradient.
         """
-        arrays = self._state.arrays
+        state = self._state
         if settings().check:
-            check_pages(arrays, self.problem.page_size, ckv_cache.shape[0])
-        key = (*map(layout_of, (q_nope, q_rope, ckv_cache, k_rope_cache, out, lse)), return_lse, arrays.num_items, self._state.rows,
-               layout_of(k_scale) if isinstance(k_scale, torch.Tensor) else k_scale)
-        call = self._runs.get(key)
-        if call is None:
-            if len(self._runs) >= LIMIT:
-                self._runs.clear()
-            call = self._runs[key] = self._prepare(q_nope, q_rope, ckv_cache, k_rope_cache, k_scale, return_lse, out, lse)
-        return call(q_nope, q_rope, ckv_cache, k_rope_cache, k_scale, out, lse)
+            check_pages(state.arrays, self.problem.page_size, ckv_cache.shape[0])
+        key: Any = None
+        if not watched():
+            key = (state.key, *map(layout_of, (q_nope, q_rope, ckv_cache, k_rope_cache, out, lse)), return_lse, state.rows,
+                   k_scale if k_scale is None or isinstance(k_scale, float) else layout_of(k_scale),
+                   torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in (q_nope, q_rope)))
+            known = self._runs.get(key)
+            if known is not None:
+                return known(state.arrays, q_nope, q_rope, ckv_cache, k_rope_cache, k_scale, out, lse)
+        call = self._prepare(q_nope, q_rope, ckv_cache, k_rope_cache, k_scale, return_lse, out, lse)
+        if key is not None:
+            remember(self._runs, key, call)
+        return call(state.arrays, q_nope, q_rope, ckv_cache, k_rope_cache, k_scale, out, lse)
 
     def update(self, page_table: PageTable, q_lens: Lengths | None = None) -> None:
         """As AttentionPlan.update."""
@@ -84,8 +90,9 @@ class MLAPlan:
         self, q_nope: torch.Tensor, q_rope: torch.Tensor, ckv_cache: torch.Tensor, k_rope_cache: torch.Tensor | None,
         k_scale: Scale | None, return_lse: bool, out: torch.Tensor | None, lse: torch.Tensor | None,
     ) -> Callable[..., Any]:
-        """Check a call, bind what runs it; returns the closure of a repeated call with the same layouts."""
-        p, batch = self.problem, self._state.arrays.kv_lens.shape[0]
+        """Check a call, bind what runs it; returns the closure of a repeated call with the same layouts. It serves every plan of the
+        same kind, so it does not hold on to this one."""
+        p, batch = self.problem, self._state.arrays.batch
         latent = p.head_dim_v
         _check_call(self, q_nope, q_rope, ckv_cache, k_rope_cache)
         if k_scale is not None and ckv_cache.dtype not in _FP8:
@@ -101,7 +108,9 @@ class MLAPlan:
         # One scale serves keys and values, as the values are the latent part of the keys.
         factor = 1.0 if k_scale is None or isinstance(k_scale, torch.Tensor) else float(k_scale)
 
-        def gather(q_nope: torch.Tensor, q_rope: torch.Tensor, ckv: torch.Tensor, k_rope: torch.Tensor | None,
+        logit_scale = self.scale * factor
+
+        def gather(arrays: PlanArrays, q_nope: torch.Tensor, q_rope: torch.Tensor, ckv: torch.Tensor, k_rope: torch.Tensor | None,
                    k_scale: Scale | None, out: torch.Tensor | None, lse: torch.Tensor | None) -> PagedTensors:
             if k_rope is None:
                 ckv, k_rope = ckv[..., :latent], ckv[..., latent:]
@@ -110,13 +119,13 @@ class MLAPlan:
             else:
                 scale = head_scale("k_scale", k_scale, batch, 1, q_nope.device, p.kv_scales)
             return PagedTensors(
-                q_nope, ckv.unsqueeze(2), ckv.unsqueeze(2), self._state.arrays,
+                q_nope, ckv.unsqueeze(2), ckv.unsqueeze(2), arrays,
                 torch.empty(shape, dtype=out_dtype, device=q_nope.device) if out is None else out,
                 torch.empty(shape[:2], dtype=torch.float32, device=q_nope.device) if lse is None and with_lse else lse,
-                self.scale * factor, k_scale=scale, v_scale=scale, v_factor=factor, q_rope=q_rope, k_rope_cache=k_rope.unsqueeze(2),
+                logit_scale, k_scale=scale, v_scale=scale, v_factor=factor, q_rope=q_rope, k_rope_cache=k_rope.unsqueeze(2),
             )
 
-        first = gather(q_nope, q_rope, ckv_cache, k_rope_cache, k_scale, out, lse)
+        first = gather(self._state.arrays, q_nope, q_rope, ckv_cache, k_rope_cache, k_scale, out, lse)
         assert first.k_rope_cache is not None
         problem = replace(
             p, return_lse=with_lse, out_dtype=dtype_name(first.out.dtype), kv_scales=p.kv_scales if first.k_scale is not None else None,
@@ -174,10 +183,15 @@ def plan_mla(
     check_table(page_table)
     where = plan_device(page_table, device)
     batch = read_batch(page_table, query_starts(q_lens, cu_seqlens_q, page_table.batch))
-    problem = _describe(batch, num_heads, q_dtype, kv_dtype, causal, head_dim_latent, head_dim_rope, kv_scales, batch_invariant,
-                        deterministic)
-    plan: MLAPlan = start_plan(MLAPlan, decide(problem, where, backend), batch, where, cuda_graph_bounds, scale=float(scale),
-                               backend=backend)
+    key = (size_classes(batch), where, num_heads, q_dtype, kv_dtype, causal, head_dim_latent, head_dim_rope, kv_scales, batch_invariant,
+           deterministic, backend)
+    known = _decisions.get(key)
+    if known is None:
+        problem = _describe(batch, num_heads, q_dtype, kv_dtype, causal, head_dim_latent, head_dim_rope, kv_scales, batch_invariant,
+                            deterministic)
+        known = decide(problem, where, backend)
+        remember(_decisions, key, known)
+    plan: MLAPlan = start_plan(MLAPlan, known, batch, where, cuda_graph_bounds, scale=float(scale), backend=backend)
     return plan
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from kernelgen.dispatch.decision import Decision
@@ -17,7 +18,7 @@ from kernelgen.kernels.base import division_of
 from kernelgen.ops.attention import Window, check_window
 from kernelgen.ops.checks import check_last_contiguous, check_output, check_rank, check_tensors, shape_text
 from kernelgen.ops.memo import layout_of, new_memo, remember, unusual
-from kernelgen.ops.page_table import Lengths, PageTable, check_starts, index_values
+from kernelgen.ops.page_table import Lengths, PageTable, check_starts, index_values, on_host
 from kernelgen.ops.planning import (
     Batch,
     GraphBounds,
@@ -167,7 +168,7 @@ class AttentionPlan:
         with_lse = return_lse or lse is not None
         if with_lse and getattr(self.variant, "normalization", "softmax") == "none":
             raise SettingsError("return_lse: got True with a variant of normalization 'none', expected False: there is no softmax")
-        batch, pages, kind = self._state.arrays.kv_lens.shape[0], k_cache.shape[0], p.kv_scales
+        batch, pages, kind = self._state.arrays.batch, k_cache.shape[0], p.kv_scales
         if alibi_slopes is not None:
             _check_alibi(alibi_slopes, batch, p.num_q_heads)
         logit_factor, v_factor, tensors = split_numbers(q_scale, k_scale, v_scale)
@@ -347,7 +348,7 @@ def update_plan(plan: Any, page_table: PageTable, q_lens: Lengths | None) -> Non
     """Take new lengths and pages into an AttentionPlan or MLAPlan."""
     p, state = plan.problem, plan._state
     check_table(page_table)
-    batch = state.arrays.kv_lens.shape[0]
+    batch = state.arrays.batch
     fits = page_table.batch <= batch if state.bounds else page_table.batch == batch
     if not fits or page_table.page_size != p.page_size:
         raise ShapeError(
@@ -384,9 +385,12 @@ def start_plan(
         if not isinstance(bounds, GraphBounds):
             raise SettingsError(f"cuda_graph_bounds: got {bounds!r}, expected GraphBounds(max_q_tokens, max_seq_k)")
         check_graph_bounds(decision, bounds)
-        arrays = make_bounded_arrays(batch.table.batch, bounds, page_numbers(batch.table).shape[0], shape, device)
-    plan = make(problem=decision.problem, decision=decision, device=device, _state=State(arrays, bounds, shape), _runs=runs, **fields)
-    plan._state.key = (plan.scale, getattr(plan, "soft_cap", None), getattr(plan, "rotation", None), batch.table.batch)
+        arrays = make_bounded_arrays(batch.size, bounds, page_numbers(batch.table).numel(), shape, device)
+    state = State(arrays, bounds, shape)
+    state.key = (fields["scale"], fields.get("soft_cap"), fields.get("rotation"), batch.size)
+    plan = object.__new__(make)
+    # What the frozen class's __init__ would do, one guarded assignment per field, at a fifth of its time.
+    plan.__dict__.update(fields, problem=decision.problem, decision=decision, device=device, _state=state, _runs=runs)
     _set_lengths(plan, batch)
     return plan
 
@@ -511,14 +515,13 @@ class SizeClasses(NamedTuple):
 
 def size_classes(batch: Batch) -> SizeClasses:
     """Counts are rounded up to powers of two, so that few plans need a decision of their own."""
-    table = batch.table
-    one_page = table.block_tables is not None and table.block_tables.shape[1] == 1
-    return SizeClasses(_class(table.batch), _class(batch.rows), _class(batch.max_q), _class(batch.keys), table.page_size, table.form,
-                       one_page)
+    table, blocks = batch.table, batch.table.block_tables
+    return SizeClasses(_class(batch.size), _class(batch.rows), _class(batch.max_q), _class(batch.keys), table.page_size,
+                       "csr" if blocks is None else "blocks", blocks is not None and blocks.shape[1] == 1)
 
 
 def _class(count: int | None) -> Any:
-    return None if count is None else 1 << (count - 1).bit_length() if count > 0 else 0
+    return 1 << (count - 1).bit_length() if count else count
 
 
 def query_starts(q_lens: Lengths | None, cu_seqlens_q: Lengths | None, batch: int) -> torch.Tensor | None:
@@ -529,14 +532,27 @@ def query_starts(q_lens: Lengths | None, cu_seqlens_q: Lengths | None, batch: in
         name, starts = "cu_seqlens_q", index_values("cu_seqlens_q", cu_seqlens_q)
     elif q_lens is not None:
         lengths = index_values("q_lens", q_lens)
-        name, starts = "q_lens", torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=torch.int32)])
+        name, starts = "q_lens", _starts_of(lengths)
+        if starts.is_cpu and starts.shape[0] == batch + 1:
+            return starts
     else:
         return None
     if starts.shape[0] != batch + 1:
         raise ShapeError(f"{name}: got {starts.shape[0] - 1} query lengths, expected {batch}, one per request of the page table")
-    if starts.device.type == "cpu":
-        check_starts(name, starts, None, "")
+    if starts.is_cpu:
+        check_starts(name, on_host(starts), None, "")
     return starts
+
+
+def _starts_of(lengths: torch.Tensor) -> torch.Tensor:
+    if not lengths.is_cpu:
+        return torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=torch.int32)])
+    host = lengths.numpy()
+    if len(host) and np.minimum.reduce(host) < 0:
+        raise ShapeError(f"q_lens: got {host.tolist()[:8]}, expected numbers >= 0")
+    starts = np.zeros(len(host) + 1, dtype=np.int32)
+    np.add.accumulate(host, out=starts[1:])
+    return torch.from_numpy(starts)
 
 
 def _with_arguments(variant: Any, arguments: Mapping[str, Any] | None) -> Any:

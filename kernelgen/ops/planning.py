@@ -51,11 +51,12 @@ class Shape:
 class Batch(NamedTuple):
     """A page table with the starts (B + 1) of the query rows, and what the host knows of their lengths.
 
-    ``rows`` query rows in all, ``max_q`` of one request, ``longest`` keys of one request, ``keys`` in all; None where the
-    lengths are on a device. ``max_q`` 1 with ``rows`` B is a decode.
+    ``size`` requests; ``rows`` query rows in all, ``max_q`` of one request, ``longest`` keys of one request, ``keys`` in
+    all; None where the lengths are on a device.
     """
 
     table: PageTable
+    size: int
     starts: torch.Tensor
     kv_lens: Ints | None
     rows: int | None
@@ -68,25 +69,32 @@ class Batch(NamedTuple):
         return self.kv_lens is not None and self.rows is not None
 
     @property
+    def decode(self) -> bool:
+        """One query row per request."""
+        return self.max_q == 1 and self.rows == self.size
+
+    @property
     def q_lens(self) -> Ints | int:
-        return 1 if self.max_q == 1 and self.rows == self.table.batch else np.diff(self.starts.numpy())
+        return 1 if self.decode else np.diff(self.starts.numpy())
 
 
 def read_batch(table: PageTable, starts: torch.Tensor | None) -> Batch:
     """``starts`` None: one query row per request."""
-    kv_lens = host_lengths(table)
+    size, kv_lens = table.batch, table.host_lengths()
     rows: int | None
     max_q: int | None
     if starts is None:
-        starts, rows, max_q = _one_each(table.batch), table.batch, min(table.batch, 1)
-    elif starts.device.type == "cpu":
+        starts, rows, max_q = _one_each(size), size, 1 if size else 0
+    elif starts.is_cpu:
         host = starts.numpy()
-        rows, max_q = int(host[-1]), int((host[1:] - host[:-1]).max(initial=0))
+        rows, max_q = int(host[-1]), int(np.maximum.reduce(host[1:] - host[:-1])) if size else 0
     else:
         rows = max_q = None
     if kv_lens is None:
-        return Batch(table, starts, None, rows, max_q, None, None)
-    return Batch(table, starts, kv_lens, rows, max_q, int(kv_lens.max(initial=0)), int(kv_lens.sum()))
+        return Batch(table, size, starts, None, rows, max_q, None, None)
+    # The ufuncs' own reductions: numpy's methods around them cost as much as the arithmetic.
+    longest = int(np.maximum.reduce(kv_lens)) if size else 0
+    return Batch(table, size, starts, kv_lens, rows, max_q, longest, int(np.add.reduce(kv_lens)))
 
 
 def to_host(batch: Batch) -> Batch:
@@ -100,49 +108,35 @@ def _one_each(batch: int) -> torch.Tensor:
     return torch.arange(batch + 1, dtype=torch.int32)
 
 
-def host_lengths(table: PageTable) -> Ints | None:
-    """Keys in use of each request, or None where reading them would be a device sync."""
-    if table.seq_lens is not None:
-        return table.seq_lens.numpy() if table.seq_lens.device.type == "cpu" else None
-    assert table.kv_indptr is not None and table.kv_last_page_len is not None
-    if table.kv_indptr.device.type != "cpu" or table.kv_last_page_len.device.type != "cpu":
-        return None
-    pages = np.diff(table.kv_indptr.numpy())
-    return np.where(pages > 0, (pages - 1) * table.page_size + table.kv_last_page_len.numpy(), 0).astype(np.int32)
-
-
-def _page_begin(table: PageTable) -> Ints:
-    if table.block_tables is not None:
-        return np.arange(table.batch, dtype=np.int32) * np.int32(table.block_tables.shape[1])
-    assert table.kv_indptr is not None
-    return table.kv_indptr.cpu().numpy()[:-1]
-
-
 def page_numbers(table: PageTable) -> torch.Tensor:
     pages = table.block_tables if table.block_tables is not None else table.kv_indices
     assert pages is not None
-    return pages.reshape(-1)
+    return pages
 
 
-_Views = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def _views(buffer: torch.Tensor, batch: int) -> _Views:
-    """q_indptr, kv_lens, page_begin, item_indptr, chunk as views of one buffer."""
-    sizes = (batch + 1, batch, batch, batch + 1, 1)
-    q_indptr, kv_lens, page_begin, item_indptr, chunk = buffer.split(sizes)
-    return q_indptr, kv_lens, page_begin, item_indptr, chunk
-
-
-def _fill(batch: Batch, schedule: Schedule) -> Ints:
-    """The plan's int32 arrays one behind the other."""
-    assert batch.kv_lens is not None
-    n = batch.table.batch
-    whole = np.empty(4 * n + 3, dtype=np.int32)
-    whole[: n + 1], whole[n + 1 : 2 * n + 1] = batch.starts.numpy(), batch.kv_lens
-    whole[2 * n + 1 : 3 * n + 1], whole[3 * n + 1 : 4 * n + 2] = _page_begin(batch.table), schedule.item_indptr
-    whole[-1] = schedule.chunk
+@lru_cache(maxsize=64)
+def _blank(size: int, width: int) -> Ints:
+    """The arrays (:class:`PlanArrays`) of ``size`` requests with a query row and ``width`` page numbers each, without lengths."""
+    whole = np.zeros(4 * size + 3, dtype=np.int32)
+    whole[: size + 1] = np.arange(size + 1)
+    whole[2 * size + 1 : 3 * size + 1] = np.arange(size) * width
     return whole
+
+
+def _fill(batch: Batch, shape: Shape) -> tuple[Ints, Schedule]:
+    """The plan's int32 arrays one behind the other, and how the batch is cut."""
+    assert batch.kv_lens is not None
+    n, table = batch.size, batch.table
+    whole = _blank(n, 0 if table.block_tables is None else table.block_tables.shape[1]).copy()
+    if not batch.decode:
+        whole[: n + 1] = batch.starts.numpy()
+    whole[n + 1 : 2 * n + 1] = batch.kv_lens
+    if table.kv_indptr is not None:
+        whole[2 * n + 1 : 3 * n + 1] = table.kv_indptr.numpy()[:-1]
+    schedule = make_schedule(batch.q_lens, batch.kv_lens, shape.group_size, shape.division or _NO_DIVISION, batch.longest, batch.keys,
+                             out=whole[3 * n + 1 : -1])
+    whole[-1] = schedule.chunk
+    return whole, schedule
 
 
 def _mask_starts(batch: Batch) -> torch.Tensor:
@@ -157,25 +151,27 @@ def round_items(count: int) -> int:
     return -(-count // step) * step
 
 
-def workspace(items: int, shape: Shape, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """(partial_out, partial_lse) for ``items`` items."""
-    division = shape.division or _NO_DIVISION
-    rows = items * shape.num_kv_heads * division.block_rows
-    return (torch.empty(rows, shape.head_dim_v, dtype=torch.float32, device=device),
-            torch.empty(rows, dtype=torch.float32, device=device))
+def partial_rows(items: int, shape: Shape) -> int:
+    """Rows of partial results for ``items`` items."""
+    return items * shape.num_kv_heads * (shape.division or _NO_DIVISION).block_rows
+
+
+def workspace(rows: int, shape: Shape, device: torch.device) -> torch.Tensor:
+    """Room for ``rows`` partial results: outputs, then log-sums."""
+    return torch.empty(rows * (shape.head_dim_v + 1), dtype=torch.float32, device=device)
 
 
 def make_arrays(batch: Batch, shape: Shape, device: torch.device) -> PlanArrays:
     """Arrays for exactly this batch, from lengths on the host: one copy to the device. Page numbers are not copied."""
-    assert batch.kv_lens is not None
-    schedule = make_schedule(batch.q_lens, batch.kv_lens, shape.group_size, shape.division or _NO_DIVISION, batch.longest)
-    buffer = torch.from_numpy(_fill(batch, schedule))
+    whole, schedule = _fill(batch, shape)
+    buffer = torch.from_numpy(whole)
     if device.type != "cpu":
         buffer = buffer.to(device, non_blocking=True)
     items = round_items(schedule.num_items)
-    partial = workspace(items, shape, device) if schedule.split and shape.division else (None, None)
+    rows = partial_rows(items, shape)
+    partial = workspace(rows, shape, device) if schedule.split and shape.division else None
     mask = _mask_starts(batch).to(device) if shape.mask else None
-    return PlanArrays(*_views(buffer, batch.table.batch), page_numbers(batch.table), mask, *partial, items)
+    return PlanArrays.make(buffer, batch.size, page_numbers(batch.table), mask, partial, rows, items)
 
 
 def make_bounded_arrays(batch: int, bounds: GraphBounds, max_pages: int, shape: Shape, device: torch.device) -> PlanArrays:
@@ -184,31 +180,30 @@ def make_bounded_arrays(batch: int, bounds: GraphBounds, max_pages: int, shape: 
     buffer = torch.zeros(4 * batch + 3, dtype=torch.int32, device=device)
     tiles = -(-bounds.max_q_tokens * shape.group_size // division.block_rows) + batch
     items = item_bound(tiles, bounds.max_seq_k, division)
+    rows = partial_rows(items, shape)
     split = shape.division is not None and bounds.max_seq_k > (division.fixed_chunk or division.min_chunk)
-    partial = workspace(items, shape, device) if split else (None, None)
+    partial = workspace(rows, shape, device) if split else None
     mask = torch.zeros(batch + 1, dtype=torch.int64, device=device) if shape.mask else None
     pages = torch.zeros(bounds.max_pages or max_pages, dtype=torch.int32, device=device)
-    return PlanArrays(*_views(buffer, batch), pages, mask, *partial, items)
+    return PlanArrays.make(buffer, batch, pages, mask, partial, rows, items)
 
 
 def refill(arrays: PlanArrays, batch: Batch, bounds: GraphBounds, shape: Shape) -> None:
     """Write a batch into the memory of a bounded plan; requests that are missing become empty. Raises ShapeError."""
     assert batch.kv_lens is not None and batch.rows is not None and batch.longest is not None
-    size, room = arrays.kv_lens.shape[0], arrays.page_indices.shape[0]
-    pages = page_numbers(batch.table)
-    for name, got, limit in (("requests", batch.table.batch, size), ("query rows", batch.rows, bounds.max_q_tokens),
+    size, room = arrays.batch, arrays.pages.shape[0]
+    pages = page_numbers(batch.table).reshape(-1)
+    for name, got, limit in (("requests", batch.size, size), ("query rows", batch.rows, bounds.max_q_tokens),
                              ("keys of one request", batch.longest, bounds.max_seq_k), ("page numbers", pages.shape[0], room)):
         if got > limit:
             raise ShapeError(f"got {got} {name}, expected at most the {limit} of the plan's cuda_graph_bounds; make a new plan")
-    schedule = make_schedule(batch.q_lens, batch.kv_lens, shape.group_size, shape.division or _NO_DIVISION, batch.longest)
-    whole = _padded(_fill(batch, schedule), batch.table.batch, size)
-    target = torch.as_strided(arrays.q_indptr, (4 * size + 3,), (1,))  # the one buffer that _views() cut
-    target.copy_(torch.from_numpy(whole), non_blocking=True)
-    arrays.page_indices[: pages.shape[0]].copy_(pages)
+    whole = _padded(_fill(batch, shape)[0], batch.size, size)
+    arrays.lengths.copy_(torch.from_numpy(whole), non_blocking=True)
+    arrays.pages[: pages.shape[0]].copy_(pages)
     if arrays.mask_indptr is not None:
         starts = _mask_starts(batch)
-        arrays.mask_indptr.copy_(torch.nn.functional.pad(starts[None], (0, size - batch.table.batch), mode="replicate")[0]
-                                 if size > batch.table.batch else starts)
+        arrays.mask_indptr.copy_(torch.nn.functional.pad(starts[None], (0, size - batch.size), mode="replicate")[0]
+                                 if size > batch.size else starts)
 
 
 def _padded(whole: Ints, batch: int, size: int) -> Ints:

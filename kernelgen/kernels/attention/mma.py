@@ -152,7 +152,7 @@ def options(problem: Problem, config: Config, **layout: Any) -> dict[str, Any]:
         "bounded_left": p.window[0] is not None, "bounded_right": p.causal or p.window[1] is not None,
         "soft_cap": p.soft_cap, "lse": p.return_lse, "alibi": p.alibi, "sinks": p.sinks, "scales": scaled(p),
         "page_scales": page_scales, "mask_form": MASK_FORMS[p.mask],
-        "variant_code": "" if p.variant is None else p.variant.code(),
+        "variant": p.variant is not None, "variant_code": "" if p.variant is None else p.variant.code(),
         "alignment": p.alignment, "block_q": c.block_q, "block_k": c.block_k, "warps": c.warps, "stages": c.stages,
         "query_in_registers": c.query_in_registers, "value_splits": c.value_splits, "key_warps": c.key_warps,
         "blocks_per_sm": c.blocks_per_sm, "shared_memory": shared_memory_of(p, c),

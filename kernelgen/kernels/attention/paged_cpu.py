@@ -181,7 +181,7 @@ def _scalars(problem: PagedAttentionProblem, config: Config, t: PagedTensors) ->
     # Positions and windows are below 2^31: sums of both stay within int64, and an unbounded side sees everything.
     left, right = ((1 << 40) if side is None else min(side, 1 << 40) for side in p.window)
     return values | {
-        "batch": t.arrays.kv_lens.shape[0], "num_kv_heads": p.num_kv_heads, "group_size": p.group_size, "task_rows": config.block_rows,
+        "batch": t.arrays.batch, "num_kv_heads": p.num_kv_heads, "group_size": p.group_size, "task_rows": config.block_rows,
         "page_size": p.page_size, "page_shift": p.page_size.bit_length() - 1, "window_left": left,
         "window_right": min(right, 0) if p.causal else right, "scale": float(t.scale), "soft_cap": float(t.soft_cap or 0.0),
         "v_factor": float(t.v_factor),
@@ -221,7 +221,7 @@ def bind(
         return launch
 
     def shape_of(t: PagedTensors) -> tuple[int, bool]:
-        return t.arrays.num_items, t.arrays.partial_out is not None
+        return t.arrays.num_items, t.arrays.partial is not None
 
     bound, launch = shape_of(tensors), prepare(*shape_of(tensors))
 
@@ -230,10 +230,9 @@ def bind(
         a = t.arrays
         if shape_of(t) != bound:  # an update may change how many items there are
             bound, launch = shape_of(t), prepare(*shape_of(t))
+        q_indptr, kv_lens, page_begin, *rest = a.addresses
         launch(pack(
-            *[of(t) for of in call], a.q_indptr.data_ptr(), 0, a.kv_lens.data_ptr(), *[of(t) for of in features],
-            a.page_begin.data_ptr(), a.page_indices.data_ptr(), a.item_indptr.data_ptr(), a.chunk.data_ptr(),
-            0 if a.partial_out is None else a.partial_out.data_ptr(), 0 if a.partial_lse is None else a.partial_lse.data_ptr(),
+            *[of(t) for of in call], q_indptr, 0, kv_lens, *[of(t) for of in features], page_begin, a.pages.data_ptr(), *rest,
         ) + tail)
 
     return run

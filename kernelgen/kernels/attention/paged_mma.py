@@ -39,8 +39,8 @@ from kernelgen.tensors import PagedTensors
 from kernelgen.verdicts import Verdict, first_no
 
 # struct PagedMmaParams of paged_params.cuh.
-_PLAIN = ("q", "k", "v", "out", "lse", "q_indptr", "kv_lens", "page_begin", "item_indptr", "chunk", "page_indices", "partial_out",
-          "partial_lse")
+_PLAIN = ("q", "k", "v", "out", "lse", "q_indptr", "kv_lens", "page_begin", "item_indptr", "chunk", "partial_out",
+          "partial_lse", "page_indices")
 _RARE = ("q_rope", "k_rope", "sinks", "alibi_slopes", "mask", "mask_indptr", "variant_words", "q_scale", "k_scale", "v_scale")
 PARAMS = ParamStruct((
     *((name, "ptr") for name in _PLAIN + _RARE),
@@ -205,7 +205,7 @@ def _scalars(problem: PagedAttentionProblem, t: PagedTensors) -> dict[str, int |
     values |= {"window_left": left, "window_right": 0 if p.causal else right}
     values |= logit_scalars(p, float(t.scale), t.soft_cap) | {"v_factor": float(t.v_factor)}
     # The problem's counts are rounded up: the arrays say how many requests there are.
-    values |= {"batch": t.arrays.kv_lens.shape[0], "num_q_heads": p.num_q_heads, "num_kv_heads": p.num_kv_heads, "group_size": p.group_size,
+    values |= {"batch": t.arrays.batch, "num_q_heads": p.num_q_heads, "num_kv_heads": p.num_kv_heads, "group_size": p.group_size,
                "page_size": p.page_size, "page_shift": p.page_size.bit_length() - 1}
     return values
 
@@ -248,13 +248,12 @@ def bind(problem: PagedAttentionProblem, config: Config, kernel: Any, tensors: P
         params = pack(
             t.q.data_ptr(), t.k_cache.data_ptr(), t.v_cache.data_ptr(), t.out.data_ptr(),
             t.lse.data_ptr() if has_lse else 0,  # type: ignore[union-attr]
-            a.q_indptr.data_ptr(), a.kv_lens.data_ptr(), a.page_begin.data_ptr(), a.item_indptr.data_ptr(), a.chunk.data_ptr(),
-            a.page_indices.data_ptr(), address(a.partial_out), address(a.partial_lse), address(t.q_rope), address(t.k_rope_cache),
+            *a.addresses, a.pages.data_ptr(), address(t.q_rope), address(t.k_rope_cache),
             address(t.sinks), address(t.alibi_slopes), address(t.mask), address(a.mask_indptr), address(t.variant_words),
             address(t.q_scale), address(t.k_scale), address(t.v_scale),
         ) + scalars
         launch_of(a.num_items)(params)
-        if a.partial_out is not None:
+        if a.partial is not None:
             merge()(params)
 
     return run

@@ -58,7 +58,7 @@ def plan_on_device(
     from kernelgen.ops.planning import page_numbers
 
     table = batch.table
-    pages = page_numbers(table)
+    pages = page_numbers(table).reshape(-1)
     max_keys = bounds.max_seq_k if bounds is not None else _most_keys(table, pages.shape[0])
     max_rows = bounds.max_q_tokens if bounds is not None else batch.rows
     if max_rows is None:
@@ -66,8 +66,8 @@ def plan_on_device(
                             "cuda_graph_bounds with max_q_tokens; the number of query rows sizes the launch")
     if arrays is None:
         arrays = _make_arrays(batch, max_rows, max_keys, pages, shape, device)
-    elif arrays.page_indices.data_ptr() != pages.data_ptr():
-        arrays.page_indices[: pages.shape[0]].copy_(pages)
+    elif arrays.pages.data_ptr() != pages.data_ptr():
+        arrays.pages[: pages.shape[0]].copy_(pages)
     _fill(batch, shape, device, arrays, max_rows, max_keys)
     return arrays
 
@@ -82,7 +82,7 @@ def _most_items(batch: Batch, max_rows: int, max_keys: int, num_pages: int, shap
     """A bound on the items of any lengths that the table has room for."""
     division = shape.division
     assert division is not None, "only a kernel that reads items is planned on the device"
-    tiles = -(-max_rows * shape.group_size // division.block_rows) + batch.table.batch
+    tiles = -(-max_rows * shape.group_size // division.block_rows) + batch.size
     items = item_bound(tiles, max_keys, division)
     if division.fixed_chunk:
         # However the pages are shared out, each chunk of them is walked by at most one request's tiles.
@@ -94,17 +94,17 @@ def _most_items(batch: Batch, max_rows: int, max_keys: int, num_pages: int, shap
 def _make_arrays(
     batch: Batch, max_rows: int, max_keys: int, pages: torch.Tensor, shape: Shape, device: torch.device,
 ) -> PlanArrays:
-    from kernelgen.ops.planning import workspace
+    from kernelgen.ops.planning import partial_rows, workspace
 
-    division, size = shape.division, batch.table.batch
+    division, size = shape.division, batch.size
     assert division is not None
     items = _most_items(batch, max_rows, max_keys, pages.shape[0], shape)
     split = max_keys > (division.fixed_chunk or division.min_chunk)
-    partial = workspace(items, shape, device) if split else (None, None)
-    ints = torch.empty(4 * size + 3, dtype=torch.int32, device=device).split((size + 1, size, size, size + 1, 1))
+    rows = partial_rows(items, shape)
+    partial = workspace(rows, shape, device) if split else None
+    lengths = torch.empty(4 * size + 3, dtype=torch.int32, device=device)
     mask = torch.empty(size + 1, dtype=torch.int64, device=device) if shape.mask else None
-    q_indptr, kv_lens, page_begin, item_indptr, chunk = ints
-    return PlanArrays(q_indptr, kv_lens, page_begin, item_indptr, chunk, pages, mask, *partial, items)
+    return PlanArrays.make(lengths, size, pages, mask, partial, rows, items)
 
 
 def _fill(batch: Batch, shape: Shape, device: torch.device, arrays: PlanArrays, max_rows: int, max_keys: int) -> None:
@@ -113,10 +113,10 @@ def _fill(batch: Batch, shape: Shape, device: torch.device, arrays: PlanArrays, 
     assert division is not None
     inputs = [None if t is None else t.to(device, non_blocking=True)
               for t in (batch.starts, table.kv_indptr, table.kv_last_page_len, table.seq_lens)]
-    outputs = (arrays.q_indptr, arrays.kv_lens, arrays.page_begin, arrays.item_indptr, arrays.chunk, arrays.mask_indptr)
-    pointers = PARAMS.pointer_packer.pack(*(0 if t is None else t.data_ptr() for t in (*inputs, *outputs)))
+    pointers = PARAMS.pointer_packer.pack(*(0 if t is None else t.data_ptr() for t in inputs), *arrays.addresses[:5],
+                                          0 if arrays.mask_indptr is None else arrays.mask_indptr.data_ptr())
     scalars = PARAMS.pack_scalars({
-        "batch": table.batch, "size": arrays.kv_lens.shape[0], "page_size": table.page_size,
+        "batch": table.batch, "size": arrays.batch, "page_size": table.page_size,
         "table_width": 0 if table.block_tables is None else table.block_tables.shape[1],
         "group_size": shape.group_size, "block_rows": division.block_rows, "slots": division.slots, "min_chunk": division.min_chunk,
         "fixed_chunk": division.fixed_chunk, "max_rows": max_rows, "max_keys": max_keys,

@@ -7,12 +7,15 @@ as long as it can be while there is an item for every place that can run one.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 CHUNK_UNIT = 64
 Ints = npt.NDArray[np.int32]
+_ONE = np.int32(1)
 
 
 @dataclass(frozen=True)
@@ -42,29 +45,42 @@ class Schedule:
         return int(self.item_indptr[-1])
 
 
-def make_schedule(q_lens: Ints | int, kv_lens: Ints, group_size: int, division: Division, longest: int | None = None) -> Schedule:
-    """Cut a batch. q_lens (B) or one number for all, kv_lens (B), on the host; ``longest`` of kv_lens, where it is known."""
+def make_schedule(
+    q_lens: Ints | int, kv_lens: Ints, group_size: int, division: Division, longest: int | None = None, keys: int | None = None,
+    out: Ints | None = None,
+) -> Schedule:
+    """Cut a batch. q_lens (B) or one number for all, kv_lens (B), on the host; ``longest`` and the sum ``keys`` of kv_lens, where
+    they are known; ``out`` (B + 1) takes item_indptr, its first entry being 0 already."""
     longest = int(kv_lens.max(initial=0)) if longest is None else longest
     rows = q_lens * group_size if isinstance(q_lens, int) else q_lens.astype(np.int64) * group_size
     tiles = (rows + (division.block_rows - 1)) // division.block_rows
-    chunk = division.fixed_chunk or _chunk(tiles, kv_lens, longest, division)
-    indptr = np.zeros(len(kv_lens) + 1, dtype=np.int32)
+    chunk = division.fixed_chunk or _chunk(tiles, kv_lens, longest, keys, division)
+    indptr = np.zeros(len(kv_lens) + 1, dtype=np.int32) if out is None else out
+    if longest <= chunk and isinstance(tiles, int):
+        indptr[:] = _ramp(len(kv_lens), tiles)
+        return Schedule(chunk, indptr, False)
+    items: Any = tiles
     if longest > chunk:
-        splits = np.maximum((kv_lens + np.int32(chunk - 1)) // np.int32(chunk), 1)
-        np.cumsum(splits * tiles, out=indptr[1:])
-    elif isinstance(tiles, int):
-        indptr = np.arange(len(kv_lens) + 1, dtype=np.int32) * np.int32(tiles)
-    else:
-        np.cumsum(tiles, out=indptr[1:])
+        splits = np.maximum((kv_lens + np.int32(chunk - 1)) // np.int32(chunk), _ONE)
+        items = splits if isinstance(tiles, int) and tiles == 1 else splits * tiles
+    np.add.accumulate(items, out=indptr[1:])
     return Schedule(chunk, indptr, longest > chunk)
 
 
-def _chunk(tiles: npt.NDArray[np.int64] | int, kv_lens: Ints, longest: int, division: Division) -> int:
+@lru_cache(maxsize=64)
+def _ramp(count: int, step: int) -> Ints:
+    return np.arange(count + 1, dtype=np.int32) * np.int32(step)
+
+
+def _chunk(tiles: npt.NDArray[np.int64] | int, kv_lens: Ints, longest: int, keys: int | None, division: Division) -> int:
     """A chunk such that about ``slots`` items result: the total work spread over the free places, rounded up."""
     whole = max(_round_up(longest), CHUNK_UNIT)
     if (tiles * len(kv_lens) if isinstance(tiles, int) else int(tiles.sum())) >= division.slots:
         return whole  # enough items without any split
-    work = tiles * int(kv_lens.sum()) if isinstance(tiles, int) else int(tiles @ kv_lens)
+    if isinstance(tiles, int):
+        work = tiles * (int(kv_lens.sum(dtype=np.int64)) if keys is None else keys)
+    else:
+        work = int(tiles @ kv_lens)
     return min(whole, max(_round_up(-(-work // division.slots)), division.min_chunk))
 
 

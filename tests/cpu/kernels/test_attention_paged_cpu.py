@@ -103,10 +103,10 @@ def plan_arrays(problem: PagedAttentionProblem, q_lens: list[int], kv_lens: list
     num_items = cut.num_items + 2
     rows = num_items * problem.num_kv_heads * division.block_rows
     sizes = np.concatenate([[0], np.cumsum(np.array(q_lens, np.int64) * np.array(kv_lens, np.int64))])
-    return PlanArrays(
-        data.cu_seqlens(q_lens), int32(kv_lens), page_begin, torch.from_numpy(cut.item_indptr), int32([cut.chunk]), page_indices,
-        torch.from_numpy(sizes) if problem.mask else None, data.poisoned_empty((rows, problem.head_dim_v)) if cut.split else None,
-        data.poisoned_empty((rows,)) if cut.split else None, num_items,
+    lengths = torch.cat([data.cu_seqlens(q_lens), int32(kv_lens), page_begin, torch.from_numpy(cut.item_indptr), int32([cut.chunk])])
+    return PlanArrays.make(
+        lengths, len(q_lens), page_indices, torch.from_numpy(sizes) if problem.mask else None,
+        data.poisoned_empty((rows * (problem.head_dim_v + 1),)) if cut.split else None, rows, num_items,
     )
 
 

@@ -20,9 +20,9 @@ struct PagedMmaParams {
   const int32_t* page_begin;
   const int32_t* item_indptr;
   const int32_t* chunk;
-  const int32_t* page_indices;
   float* partial_out;
   float* partial_lse;
+  const int32_t* page_indices;
   const void* q_rope;
   const void* k_rope;
   const float* sinks;
