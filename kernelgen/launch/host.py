@@ -85,7 +85,7 @@ _loading = threading.Lock()
 
 
 def launcher() -> Any:
-    """The loaded launcher module: cuda_load, cuda_allow_shared_memory, cuda_launch, cpu_launch.
+    """The loaded launcher module: cuda_load, cuda_allow_shared_memory, cuda_launch, cuda_copy, cpu_launch.
 
     Raises ToolchainMissing or CompileError where it has to be built and cannot be; the next call tries again.
     """

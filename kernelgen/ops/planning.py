@@ -11,6 +11,7 @@ import torch
 
 from kernelgen.errors import SettingsError, ShapeError
 from kernelgen.kernels.attention.schedule import Division, Ints, Schedule, item_bound, make_schedule
+from kernelgen.launch.cuda import upload
 from kernelgen.ops.page_table import PageTable
 from kernelgen.tensors import PlanArrays
 
@@ -164,9 +165,11 @@ def workspace(rows: int, shape: Shape, device: torch.device) -> torch.Tensor:
 def make_arrays(batch: Batch, shape: Shape, device: torch.device) -> PlanArrays:
     """Arrays for exactly this batch, from lengths on the host: one copy to the device. Page numbers are not copied."""
     whole, schedule = _fill(batch, shape)
-    buffer = torch.from_numpy(whole)
-    if device.type != "cpu":
-        buffer = buffer.to(device, non_blocking=True)
+    if device.type == "cuda":
+        buffer = torch.empty(len(whole), dtype=torch.int32, device=device)
+        upload(whole, buffer)
+    else:
+        buffer = torch.from_numpy(whole)
     items = round_items(schedule.num_items)
     rows = partial_rows(items, shape)
     partial = workspace(rows, shape, device) if schedule.split and shape.division else None

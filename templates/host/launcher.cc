@@ -125,6 +125,14 @@ void CudaLaunch(const Bytes& config, const Bytes& params, int64_t stream) {
                                << header.shared_memory << " bytes)";
 }
 
+// Host bytes to the device, in the order of the stream. The driver has taken pageable memory over when it returns.
+void CudaCopy(int64_t target, const Bytes& values, int device, int64_t stream) {
+  const Driver& driver = Driver::Get();
+  ContextGuard guard(driver, device, stream == 0);
+  driver.Check(driver.MemcpyHtoDAsync(static_cast<uint64_t>(target), values.data(), values.size(), reinterpret_cast<CUstream>(stream)),
+               "cuMemcpyHtoDAsync");
+}
+
 // ---- CPU ------------------------------------------------------------------------------------------------------
 
 // Mirrors kernelgen/launch/cpu.py: PHASE.
@@ -148,4 +156,5 @@ void CpuLaunch(const Bytes& phases, const Bytes& params, int64_t num_threads, in
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_load, kernelgen::CudaLoad);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_allow_shared_memory, kernelgen::CudaAllowSharedMemory);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_launch, kernelgen::CudaLaunch);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_copy, kernelgen::CudaCopy);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cpu_launch, kernelgen::CpuLaunch);

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,8 +34,7 @@ class Division:
     fixed_chunk: int = 0
 
 
-@dataclass(frozen=True)
-class Schedule:
+class Schedule(NamedTuple):
     chunk: int
     item_indptr: Ints  # (B + 1)
     split: bool  # any request has more than one split

@@ -42,6 +42,7 @@ class Driver {
   int (*LibraryGetKernel)(CUkernel*, CUlibrary, const char*);
   int (*KernelSetAttribute)(int, int, CUkernel, int);
   int (*LaunchKernelEx)(const LaunchConfig*, CUfunction, void**, void**);
+  int (*MemcpyHtoDAsync)(uint64_t, const void*, size_t, CUstream);
   int (*TensorMapEncodeTiled)(void*, unsigned, unsigned, void*, const uint64_t*, const uint64_t*, const uint32_t*,
                               const uint32_t*, unsigned, unsigned, unsigned, unsigned);
   int (*ExchangeCaptureMode)(int*);
@@ -86,6 +87,7 @@ class Driver {
     find(LibraryGetKernel, "cuLibraryGetKernel");
     find(KernelSetAttribute, "cuKernelSetAttribute");
     find(LaunchKernelEx, "cuLaunchKernelEx");
+    find(MemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2");
     find(TensorMapEncodeTiled, "cuTensorMapEncodeTiled");
     find(ExchangeCaptureMode, "cuThreadExchangeStreamCaptureMode");
     find(CtxGetCurrent, "cuCtxGetCurrent");
