@@ -40,7 +40,7 @@ struct PagedLayout {
     int request, kv_head_, value_column;
     int item;            // among all requests
     int first_row;       // packed, of this block
-    int num_packed;      // packed rows of the request
+    int num_packed;      // packed rows of the request that are in q
     int seq_q, seq_k;    // queries of the request, keys in use
     int q_start;         // rows in front of the request
     Interval chunk;      // of keys
@@ -100,7 +100,7 @@ struct PagedLayout {
     work.q_start = p.q_indptr[work.request];
     work.seq_q = p.q_indptr[work.request + 1] - work.q_start;
     work.seq_k = p.kv_lens[work.request];
-    work.num_packed = work.seq_q * p.group_size;
+    work.num_packed = min(work.seq_q, p.q_rows - work.q_start) * p.group_size;
     const int chunk = *p.chunk;
     const int splits = max((work.seq_k + chunk - 1) / chunk, 1);
     int local = work.item - first_item;
@@ -110,6 +110,7 @@ struct PagedLayout {
     }
     const int tile = local / splits, split = local - tile * splits;
     work.first_row = tile * kBlockQ;
+    if (work.first_row >= work.num_packed) return false;  // rows that q does not have
     work.split = splits > 1;
     work.chunk.first = split * chunk;
     work.chunk.last = min(work.seq_k - work.chunk.first, chunk) + work.chunk.first;  // never past seq_k, never overflows

@@ -45,7 +45,8 @@ struct PagedCpu {
     const int64_t chunk = *p.chunk, within = item.index - p.item_indptr[low];
     item.splits = t.k_len > chunk ? (t.k_len + chunk - 1) / chunk : 1;
     t.row = within / item.splits * p.task_rows;
-    t.rows = clamp(t.q_len * p.group_size - t.row, 0, p.task_rows);
+    const int64_t present = clamp(p.seq_q - t.q_begin, 0, t.q_len);  // an update may plan more rows than this run's q has
+    t.rows = clamp(present * p.group_size - t.row, 0, p.task_rows);
     t.chunk_begin = within % item.splits * chunk;
     t.chunk_end = t.chunk_begin + chunk < t.k_len ? t.chunk_begin + chunk : t.k_len;
     return item;
