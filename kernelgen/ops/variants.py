@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kernelgen.errors import SettingsError, VariantError
+from kernelgen.errors import DtypeError, SettingsError, VariantError
 
 
 def trace_or_name(variant: Any, backend: str, return_lse: bool = False) -> Any:
@@ -18,6 +18,8 @@ def trace_or_name(variant: Any, backend: str, return_lse: bool = False) -> Any:
         return None
     from kernelgen.variants import trace
 
+    if not all(hasattr(variant, field) for field in ("score", "mask", "tensors", "scalars")):
+        raise DtypeError(f"variant: got {type(variant).__name__}, expected one made by kernelgen.variant or kernelgen.variants")
     if return_lse and getattr(variant, "normalization", "softmax") == "none":
         raise SettingsError("return_lse: got True with a variant of normalization 'none', expected False: without a softmax there is none")
     try:
