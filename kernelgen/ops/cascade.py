@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from kernelgen.errors import NoBackendError, ShapeError
+from kernelgen.errors import DtypeError, NoBackendError, ShapeError
 from kernelgen.ops.attention import Window, check_window
 from kernelgen.ops.checks import check_output, check_rank
 from kernelgen.ops.page_table import Lengths, PageTable
@@ -17,6 +18,7 @@ from kernelgen.reference.plain import default_out_dtype
 from kernelgen.settings import settings
 
 Level = tuple[PageTable, Lengths]
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def cascade_attention(
@@ -31,8 +33,8 @@ def cascade_attention(
     ``levels``: (page table, cu_seqlens_q) from the outermost prefix to the requests' own keys. Each level's query starts cut
     the same Tq rows, and a request of an inner level lies within one request of every outer level. A row attends to the keys
     of its levels one after another as if they were one cache: positions align at the bottom right of the joined keys, so
-    causality only ever hides own keys. Other arguments as in plan_attention and AttentionPlan.run. Returns out (Tq, Hq, Dv)
-    and with ``return_lse`` the LSE (Tq, Hq).
+    causality hides own keys only, where a request has at least as many as rows (where lengths are on a device, it must). Other
+    arguments as in plan_attention and AttentionPlan.run. Returns out (Tq, Hq, Dv) and with ``return_lse`` the LSE (Tq, Hq).
 
     Every level is one planned call, and the results are merged by their LSE (Juravsky et al. 2024, Hydragen). Where positions
     or indices of the joined keys matter (window, ALiBi, mask, variant, per-request scales) the float64 oracle runs instead.
@@ -42,8 +44,11 @@ def cascade_attention(
     if not levels:
         raise ShapeError("levels: got none, expected at least one (page table, cu_seqlens_q)")
     check_rank("q", q, 3, "(Tq, Hq, D)")
+    if out is not None and out.dtype != q.dtype and q.dtype not in _FP8:
+        raise DtypeError(f"out: got {out.dtype}, expected {q.dtype}")
     joined = {"window": check_window(window) != (None, None), "alibi_slopes": alibi_slopes is not None, "mask": mask is not None,
               "variant": variant is not None, "kv_scales='request_head'": kv_scales == "request_head",
+              "more causal rows than own keys": causal and len(levels) > 1 and _reaches_prefix(*levels[-1]),
               "q_scale by request": isinstance(q_scale, torch.Tensor) and q_scale.dim() == 2}
     reasons = [name for name, given in joined.items() if given]
     asked = settings().backend if backend == "auto" else backend
@@ -68,6 +73,18 @@ def cascade_attention(
         results.append(plan.run(q, kv_cache, sinks=sinks if own else None, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
                                 return_lse=True))
     return _deliver(*_merge(results), out, lse, return_lse)
+
+
+def _reaches_prefix(table: PageTable, starts: Lengths) -> bool:
+    """A request has more rows than own keys, so that its first rows stand within the prefix and causality hides part of it.
+
+    Lengths on a device are not looked at.
+    """
+    lens = table.host_lengths()
+    if lens is None or (isinstance(starts, torch.Tensor) and not starts.is_cpu):
+        return False
+    rows = np.diff(np.asarray(starts))
+    return len(rows) == len(lens) and bool((rows > lens).any())
 
 
 def _merge(results: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernelgen
-from kernelgen import GraphBounds, PageTable
+from kernelgen import GraphBounds, PageTable, reference
 from kernelgen.errors import DeviceError, DtypeError, LayoutError, NoBackendError, SettingsError, ShapeError
 from kernelgen.reference.masks import pack_mask
 from kernelgen.testing.data import random_tensor
@@ -228,3 +228,21 @@ def test_page_numbers_beyond_an_int32_stay_junk() -> None:
     """Wrapped to 32 bits they would look like pages."""
     table = PageTable.from_blocks(torch.tensor([[1, 2**32 + 3, -(2**40)]]), [2], PAGE)
     assert table.block_tables is not None and table.block_tables.tolist() == [[1, 2**31 - 1, -(2**31)]]
+
+
+# Cascades
+
+
+@pytest.mark.parametrize("own", [[1, 3], [0, 0], [3, 5]])
+def test_causal_rows_that_stand_within_the_prefix(cache: torch.Tensor, own: list[int]) -> None:
+    """Positions align at the bottom right of the joined keys: with 4 rows and 1 own key, three rows end within the prefix."""
+    levels = [(blocks([[3, 7]], [7]), [0, 6]), (blocks([[5, 1], [2, 0]], own), torch.tensor([0, 4, 6], dtype=torch.int32))]
+    got, lse = kernelgen.cascade_attention(rows(6), cache, levels, return_lse=True)
+    want, want_lse = reference.cascade_attention(rows(6), cache, levels, return_lse=True)
+    torch.testing.assert_close(got, want.float())
+    torch.testing.assert_close(lse, want_lse.float())
+
+
+def test_the_output_of_a_cascade_has_the_dtype_of_q(cache: torch.Tensor) -> None:
+    with pytest.raises(DtypeError, match="out: got torch.float64, expected torch.float32"):
+        kernelgen.cascade_attention(rows(1), cache, [(blocks([[3]], [2]), [0, 1])], out=torch.empty(1, HEADS, D, dtype=torch.float64))
