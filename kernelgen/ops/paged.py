@@ -35,7 +35,7 @@ from kernelgen.ops.planning import (
     to_host,
 )
 from kernelgen.ops.scales import Scale, head_scale, page_scale, split_numbers
-from kernelgen.ops.variants import bind_words, trace_or_name
+from kernelgen.ops.variants import bind_words, trace_or_name, with_arguments
 from kernelgen.problems.common import alignment_of
 from kernelgen.problems.paged import PagedAttentionProblem
 from kernelgen.reference.checks import check_option
@@ -137,7 +137,7 @@ class AttentionPlan:
         if settings().check:
             self._check_contents(kv_cache, mask)
         if variant_args is None and not watched():
-            cache = layout_of(kv_cache) if isinstance(kv_cache, torch.Tensor) else tuple(map(layout_of, kv_cache))
+            cache = tuple(map(layout_of, kv_cache)) if isinstance(kv_cache, (tuple, list)) else layout_of(kv_cache)
             key = (self._state.key, layout_of(q), cache, layout_of(out), layout_of(lse), return_lse, self._state.rows,
                    *(x if x is None or isinstance(x, float) else layout_of(x)
                      for x in (alibi_slopes, sinks, mask, q_scale, k_scale, v_scale)),
@@ -188,7 +188,7 @@ class AttentionPlan:
         if alibi_slopes is not None:
             check_alibi(alibi_slopes, batch, p.num_q_heads)
         logit_factor, v_factor, tensors = split_numbers(q_scale, k_scale, v_scale)
-        scale, rotation, variant = self.scale * logit_factor, self.rotation, _with_arguments(self.variant, variant_args)
+        scale, rotation, variant = self.scale * logit_factor, self.rotation, with_arguments(self.variant, variant_args)
         words = bind_words(variant, p.variant, q.device)
 
         def seen(name: str, value: Scale | None) -> torch.Tensor | None:
@@ -264,6 +264,8 @@ class AttentionPlan:
         if not isinstance(kv_cache, torch.Tensor) and not (isinstance(kv_cache, tuple) and len(kv_cache) == 2):
             raise ShapeError(f"kv_cache: got {type(kv_cache).__name__}, expected one 5-D tensor or a pair of 4-D tensors")
         parts = (kv_cache, None) if isinstance(kv_cache, torch.Tensor) else kv_cache
+        if isinstance(kv_cache, tuple):
+            check_required(kv_cache=kv_cache[0], v_cache=kv_cache[1])
         check_tensors(q=q, kv_cache=parts[0], v_cache=parts[1], alibi_slopes=alibi_slopes, sinks=sinks, mask=mask)
         check_rank("q", q, 3, "(Tq, Hq, D)")
         check_last_contiguous(q=q, kv_cache=parts[0], v_cache=parts[1])
@@ -421,27 +423,31 @@ def start_plan(
 
 
 def _set_lengths(plan: Any, batch: Batch) -> None:
-    """Fill a plan's arrays, on the device where lengths are there and a kernel can plan them."""
+    """Fill a plan's arrays, on the device where lengths are there and a kernel can plan them.
+
+    A batch that does not fit raises before anything of the plan's state has changed.
+    """
     state = plan._state
-    shape = state.shape
-    state.starts, state.rows, state.least_rows, state.mask_entries = batch.starts, batch.rows, 0, None
-    if state.bounds is None and batch.table.device != plan.device:
+    shape, bounds = state.shape, state.bounds
+    if bounds is None and batch.table.device != plan.device:
         raise DeviceError(f"page_table: got page numbers on {batch.table.device}, expected {plan.device}, where q and the cache are; "
                           "move them with .to()")
-    if not batch.on_host:
-        if plan.decision.chosen.backend == "generated" and plan.device.type == "cuda":
-            from kernelgen.kernels.attention.plan_cuda import plan_on_device
+    starts = batch.starts
+    if not batch.on_host and plan.decision.chosen.backend == "generated" and plan.device.type == "cuda":
+        from kernelgen.kernels.attention.plan_cuda import plan_on_device
 
-            state.arrays = plan_on_device(batch, shape, plan.device, state.bounds, state.arrays if state.bounds else None)
-            return
+        state.arrays = plan_on_device(batch, shape, plan.device, bounds, state.arrays if bounds else None)
+        state.starts, state.rows, state.least_rows, state.mask_entries = starts, batch.rows, 0, None
+        return
+    if not batch.on_host:
         batch = to_host(batch)
-        state.rows = batch.rows
-    state.mask_entries = mask_entries(batch) if shape.mask else None
-    if state.bounds is None:
+    if bounds is None:
         state.arrays = make_arrays(batch, shape, plan.device)
     else:
-        refill(state.arrays, batch, state.bounds, shape)
-        state.rows, state.least_rows = None, batch.rows  # rows past the batch's last are left unwritten
+        refill(state.arrays, batch, bounds, shape)
+    # With bounds, rows past the batch's last are left unwritten.
+    state.starts, state.rows, state.least_rows = starts, None if bounds else batch.rows, batch.rows if bounds else 0
+    state.mask_entries = mask_entries(batch) if shape.mask else None
 
 
 def explain_paged_attention(*args: Any, target: Target, backend: str, live: bool, **kwargs: Any) -> Decision:
@@ -584,17 +590,3 @@ def _starts_of(lengths: torch.Tensor) -> torch.Tensor:
     starts = np.zeros(len(host) + 1, dtype=np.int32)
     np.add.accumulate(host, out=starts[1:])
     return torch.from_numpy(starts)
-
-
-def _with_arguments(variant: Any, arguments: Mapping[str, Any] | None) -> Any:
-    """The variant with some of its extra tensors and scalars replaced by name."""
-    if not arguments:
-        return variant
-    if variant is None:
-        raise SettingsError(f"variant_args: got {', '.join(arguments)}, expected none: the plan was made without a variant")
-    unknown = [name for name in arguments if name not in variant.tensors and name not in variant.scalars]
-    if unknown:
-        raise SettingsError(f"variant_args: got {', '.join(unknown)}, expected names out of "
-                            f"{', '.join([*variant.tensors, *variant.scalars]) or 'an empty list'}")
-    tensors, scalars = ({n: arguments.get(n, v) for n, v in values.items()} for values in (variant.tensors, variant.scalars))
-    return replace(variant, tensors=tensors, scalars=scalars)

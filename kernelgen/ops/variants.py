@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,3 +39,17 @@ def bind_words(variant: Any, traced: Any, device: torch.device) -> torch.Tensor 
     from kernelgen.variants import bind_words as bind
 
     return bind(variant, traced, device)
+
+
+def with_arguments(variant: Any, arguments: Mapping[str, Any] | None) -> Any:
+    """The variant with some of its extra tensors and scalars replaced by name."""
+    if not arguments:
+        return variant
+    if variant is None:
+        raise SettingsError(f"variant_args: got {', '.join(arguments)}, expected none: the plan was made without a variant")
+    unknown = [name for name in arguments if name not in variant.tensors and name not in variant.scalars]
+    if unknown:
+        raise SettingsError(f"variant_args: got {', '.join(unknown)}, expected names out of "
+                            f"{', '.join([*variant.tensors, *variant.scalars]) or 'an empty list'}")
+    tensors, scalars = ({n: arguments.get(n, v) for n, v in values.items()} for values in (variant.tensors, variant.scalars))
+    return replace(variant, tensors=tensors, scalars=scalars)

@@ -55,6 +55,19 @@ def test_graph_bounds_beyond_one_page_leave_room_for_more(cache: torch.Tensor) -
     assert torch.equal(plan.run(rows(2), cache), kernelgen.plan_attention(longer, **SIZES).run(rows(2), cache))
 
 
+def test_an_update_that_is_refused_changes_nothing(cache: torch.Tensor) -> None:
+    table = blocks([[3, 7], [5, 1]], [7, 5])
+    plan = kernelgen.plan_attention(table, **SIZES, cuda_graph_bounds=GraphBounds(4, 8))
+    want = plan.run(rows(2), cache)
+    for wrong, lens, words in ((table, [3, 3], "6 query rows"), (blocks([[3, 7, 0, 0, 0], [5, 1, 0, 0, 0]], [2, 1]), None, "page numbers"),
+                               (blocks([[3, 7, 2]], [9]), None, "9 keys")):
+        with pytest.raises(ShapeError, match=words):
+            plan.update(wrong, lens)
+        assert torch.equal(plan.run(rows(2), cache), want)
+    plan.update(table)
+    assert torch.equal(plan.run(rows(2), cache), want)
+
+
 @pytest.mark.parametrize("mla", [False, True])
 def test_fewer_rows_than_the_last_update_planned(cache: torch.Tensor, mla: bool) -> None:
     """An error, also of a call that ran before with these layouts; a replay that nobody checks writes no row that out has not."""
@@ -139,6 +152,13 @@ def test_ragged_masks_are_checked_where_lengths_are_known(cache: torch.Tensor, f
     plan.update(blocks([[3, 7], [5, 1]], [1, 2]), [2, 1])
     with pytest.raises(ShapeError, match="mask: got shape"):
         plan.run(rows(3), cache, mask=mask)
+
+
+@pytest.mark.parametrize("given", [None, 5, (torch.zeros(8, PAGE, HEADS, D), None), "cache"])
+def test_caches_that_are_none(given: Any) -> None:
+    plan = kernelgen.plan_attention(blocks([[3, 7]], [7]), **SIZES)
+    with pytest.raises((ShapeError, DtypeError), match="_cache: got"):
+        plan.run(rows(1), given)
 
 
 def test_a_scale_of_plain_queries_is_refused(cache: torch.Tensor) -> None:
