@@ -20,12 +20,14 @@ from kernelgen.kernels.attention import paged_mma, plan_cuda, prefill_mma
 from kernelgen.kernels.attention.mma import Config
 from kernelgen.kernels.attention.schedule import Division, make_schedule
 from kernelgen.ops.page_table import PageTable
-from kernelgen.ops.planning import Shape, make_arrays, read_batch
+from kernelgen.ops.planning import GraphBounds, Shape, make_arrays, read_batch
 from kernelgen.problems.attention import AttentionProblem
+from kernelgen.problems.common import alignment_of
+from kernelgen.problems.paged import PagedAttentionProblem
 from kernelgen.reference.plain import attention_plain
 from kernelgen.settings import settings
 from kernelgen.targets import Target
-from kernelgen.tensors import AttentionTensors
+from kernelgen.tensors import AttentionTensors, PagedTensors
 from kernelgen.testing.cuda_emulator import EmulatedKernel
 from kernelgen.testing.data import cu_seqlens, poisoned_empty, random_lengths, random_tensor, random_tensors, seed_of
 from kernelgen.testing.planned import run_planned
@@ -70,6 +72,29 @@ def test_offsets_beyond_2_to_the_31_elements(folder: Path) -> None:
         return t._replace(k_cache=views[0], v_cache=views[1])
 
     run_planned(planned, paged_mma.FAMILY, config, TARGET, lambda spec: EmulatedKernel(spec, folder), change=spread)
+
+
+def test_rows_that_q_does_not_have_are_not_written(folder: Path) -> None:
+    """A captured run has the rows of its capture; an update may plan more."""
+    planned, config = CASES["mixed"]
+
+    def run(t: PagedTensors, problem: PagedAttentionProblem) -> PagedTensors:
+        paged_mma.bind(problem, config, EmulatedKernel(paged_mma.spec(problem, TARGET, config), folder), t)(t)
+        return t
+
+    def check(t: PagedTensors) -> PagedTensors:
+        problem = planned.problem(alignment_of(t.q, t.k_cache, t.v_cache))
+        assert t.lse is not None
+        whole = run(t._replace(out=poisoned_empty(t.out.shape, t.out.dtype), lse=poisoned_empty(t.lse.shape)), problem)
+        assert whole.lse is not None
+        for count in (12, 5, 3, 1):
+            out, lse = poisoned_empty(t.out.shape, t.out.dtype), poisoned_empty(t.lse.shape)
+            run(t._replace(q=t.q[:count], out=out[:count], lse=lse[:count]), problem)
+            assert torch.equal(out[:count], whole.out[:count]) and torch.equal(lse[:count], whole.lse[:count]), count
+            assert bool(out[count:].isnan().all()) and bool(lse[count:].isnan().all()), count
+        return t
+
+    run_planned(planned, paged_mma.FAMILY, config, TARGET, lambda spec: EmulatedKernel(spec, folder), change=check)
 
 
 @pytest.mark.parametrize("features, dtypes", [
@@ -119,3 +144,15 @@ def test_device_plan_equals_the_host_plan(count: int, division: Division, folder
         assert device.num_items >= int(device.item_indptr[-1])
         schedule = make_schedule(np.array(q_lens), np.array(kv_lens), 3, division)
         assert schedule.num_items == int(device.item_indptr[-1])
+
+
+def test_device_plan_of_nonsense_stays_in_bounds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Query starts below 0, above the bound and falling: no row outside of q comes out of it."""
+    kernel = EmulatedKernel(plan_cuda.spec(TARGET), folder)
+    monkeypatch.setattr(plan_cuda, "_launch", lambda index: kernel.prepare(index, grid=(1, 1, 1), block=(plan_cuda.THREADS, 1, 1)))
+    table = PageTable.from_blocks(torch.zeros(4, 20, dtype=torch.int32), torch.tensor([5, 300, 0, 64], dtype=torch.int32), 16)
+    for starts in ([-5, 3, 2, 99, 8], [0, -7, -3, 4, 8], [2**31 - 1, -(2**31), 5, 6, 7]):
+        batch = read_batch(table, None)._replace(starts=torch.tensor(starts, dtype=torch.int32))
+        arrays = plan_cuda.plan_on_device(batch, Shape(3, 1, 8, False, Division(16, 40)), torch.device("cpu"), GraphBounds(8, 320), None)
+        assert bool(((arrays.q_indptr >= 0) & (arrays.q_indptr <= 8)).all()), arrays.q_indptr
+        assert bool(((arrays.kv_lens >= 0) & (arrays.kv_lens <= 320)).all()), arrays.kv_lens

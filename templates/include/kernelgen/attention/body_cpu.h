@@ -505,7 +505,7 @@ struct AttentionCpu {
           shrink = __builtin_exp(peak - sink);
           total = total * shrink + 1;
           peak = sink;
-        } else if (sink > double(kMinusInfinity)) {
+        } else if (sink != double(kMinusInfinity) && peak != double(kMinusInfinity)) {  // a NaN stays one
           total += __builtin_exp(sink - peak);
         }
       }

@@ -59,9 +59,10 @@ struct PlanBlock {
 
   __device__ static Request request(const PlanParams& p, int b) {
     Request r{0, 0, 0, 0, 0};
-    r.q_start = min(p.starts[min(b, p.batch)], p.max_rows);
+    auto row = [&p](int at) { return min(max(p.starts[at], 0), p.max_rows); };
+    r.q_start = row(min(b, p.batch));
     if (b >= p.batch) return r;
-    r.q_len = max(min(p.starts[b + 1], p.max_rows) - r.q_start, 0);
+    r.q_len = max(row(b + 1) - r.q_start, 0);
     if (p.kv_indptr != nullptr) {
       r.page_begin = p.kv_indptr[b];
       const int pages = p.kv_indptr[b + 1] - r.page_begin;
