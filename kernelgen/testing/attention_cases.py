@@ -284,6 +284,11 @@ def _table(case: data.PagedCase, p: Problem) -> PageTable:
     return PageTable.from_blocks(case.block_tables, case.seq_lens, case.page_size)
 
 
+def _poison_workspace(plan: kernelgen.AttentionPlan | kernelgen.MLAPlan) -> None:
+    if plan._state.arrays.partial is not None:
+        data.poison_(plan._state.arrays.partial)
+
+
 def _paged(p: Problem, features: dict[str, Any], device: str, backend: str) -> Outcome:
     s, batch, hq, (d, dv) = p.spec, len(p.q_lens), p.kv_heads * p.group, p.spec.dims
     q, k, v = _values(p, [(sum(p.q_lens), hq, d), (sum(p.k_lens), p.kv_heads, d), (sum(p.k_lens), p.kv_heads, dv)], device)
@@ -310,6 +315,7 @@ def _paged(p: Problem, features: dict[str, Any], device: str, backend: str) -> O
         table, num_q_heads=hq, num_kv_heads=p.kv_heads, head_dim=d, head_dim_v=dv, q_lens=list(p.q_lens), q_dtype=q.dtype,
         kv_dtype=k.dtype, kv_layout=s.kv_layout, backend=backend, batch_invariant=s.batch_invariant, device=device, **features, **flags,
         **planned)
+    _poison_workspace(plan)
     with threads(1 + p.seed // 2 % 2):
         plan.run(q, case.kv_cache, **given, out=out, lse=lse, return_lse=s.lse)
     asked: dict[str, Any] = {"q_lens": list(p.q_lens), "kv_layout": s.kv_layout, "return_lse": True, **features, **given, **planned}
@@ -333,6 +339,7 @@ def _mla(p: Problem, features: dict[str, Any], device: str, backend: str) -> Out
     plan = kernelgen.plan_mla(
         table, num_heads=p.group, q_lens=list(p.q_lens), q_dtype=q.dtype, kv_dtype=k.dtype, kv_scales=kind, head_dim_latent=latent,
         head_dim_rope=d - latent, backend=backend, batch_invariant=s.batch_invariant, device=device, **features)
+    _poison_workspace(plan)
     with threads(1 + p.seed // 2 % 2):
         plan.run(nope, rope, ckv, k_rope, k_scale=k_scale, out=out, lse=lse, return_lse=s.lse)
     asked: dict[str, Any] = {"q_lens": list(p.q_lens), "k_scale": k_scale, "kv_scales": kind, "return_lse": True, **features}

@@ -133,6 +133,17 @@ def test_sinks_are_checked(cache: torch.Tensor) -> None:
         kernelgen.attention(q.double(), q.double(), q.double(), sinks=torch.zeros(HEADS, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("count", [1, 40])
+def test_sinks_that_are_nan_or_infinite(cache: torch.Tensor, count: int) -> None:
+    """A NaN parameter shows; a sink of inf takes all the weight. A row without keys gives 0 with either."""
+    sinks = torch.tensor([float("nan"), float("inf")])
+    plan = kernelgen.plan_attention(blocks([[3, 7], [5, 1]], [7, 0]), **SIZES, sinks=True, q_lens=[count, 1], causal=False)
+    out, lse = plan.run(rows(count + 1), cache, sinks=sinks, return_lse=True)
+    assert bool(out[:count, 0].isnan().all() and lse[:count, 0].isnan().all())
+    assert bool((out[:count, 1] == 0).all() and (lse[:count, 1] == float("inf")).all())
+    assert bool((out[count] == 0).all())
+
+
 @pytest.mark.parametrize("form", ["dense", "packed"])
 def test_ragged_masks_are_checked_where_lengths_are_known(cache: torch.Tensor, form: str) -> None:
     """Size and strides, without KERNELGEN_CHECK; also after an update, for layouts that ran before."""
@@ -266,3 +277,25 @@ def test_causal_rows_that_stand_within_the_prefix(cache: torch.Tensor, own: list
 def test_the_output_of_a_cascade_has_the_dtype_of_q(cache: torch.Tensor) -> None:
     with pytest.raises(DtypeError, match="out: got torch.float64, expected torch.float32"):
         kernelgen.cascade_attention(rows(1), cache, [(blocks([[3]], [2]), [0, 1])], out=torch.empty(1, HEADS, D, dtype=torch.float64))
+
+
+# Rotation
+
+
+@pytest.mark.parametrize(("dim", "dtype", "kv_dtype"), [
+    (64, torch.float32, torch.float32), (72, torch.float32, torch.float32), (128, torch.bfloat16, torch.float8_e4m3fn),
+])
+def test_rotated_keys(dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    """Queries are rotated as the cached keys were, each plan with its own seed, though both share what is prepared."""
+    shape = (8, PAGE, HEADS, dim)
+    pair = random_tensor(shape, seed=3).to(kv_dtype), random_tensor(shape, seed=4).to(kv_dtype)
+    q = random_tensor((3, HEADS, dim), dtype, seed=5)
+    sizes = SIZES | {"head_dim": dim, "q_dtype": dtype, "kv_dtype": kv_dtype, "q_lens": [2, 1]}
+    table = blocks([[3, 7], [5, 1]], [7, 5])
+    plans = {seed: kernelgen.plan_attention(table, **sizes, rotation=seed, backend="generated") for seed in (0, 9)}
+    first = {seed: plan.run(q, pair) for seed, plan in plans.items()}
+    for seed, plan in plans.items():
+        assert torch.equal(plan.run(q, pair), first[seed])
+        want = kernelgen.plan_attention(table, **sizes, rotation=seed, backend="reference").run(q, pair)
+        torch.testing.assert_close(first[seed], want, **({} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}))  # type: ignore[arg-type]
+    assert not torch.equal(first[0], first[9])
