@@ -344,6 +344,8 @@ def plan_attention(
         known = decide(problem, where, backend)
         if key is not None:
             remember(_decisions, key, known)
+    if rotation is not None and type(rotation) is not int:
+        raise SettingsError(f"rotation: got {rotation!r}, expected a whole number, the seed of the signs")
     return start_plan(AttentionPlan, known, batch, where, cuda_graph_bounds, soft_cap=float(soft_cap) if soft_cap else None,
                       scale=head_dim**-0.5 if scale is None else number("scale", scale), variant=variant, rotation=rotation,
                       backend=backend)

@@ -223,6 +223,7 @@ def test_tensors_without_memory_of_their_own_are_refused(cache: torch.Tensor) ->
     ({"soft_cap": "x"}, SettingsError, "soft_cap: got 'x', expected a number"),
     ({"soft_cap": float("inf")}, SettingsError, "soft_cap: got inf, expected a finite number"),
     ({"variant": "alibi"}, DtypeError, "variant: got str, expected one made by kernelgen.variant"),
+    ({"rotation": 1.5}, SettingsError, "rotation: got 1.5, expected a whole number"),
     ({"cuda_graph_bounds": 5}, SettingsError, "cuda_graph_bounds: got 5"),
     ({"device": "cuda:0"}, DeviceError, "cuda:0"),
 ])
