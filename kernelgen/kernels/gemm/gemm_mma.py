@@ -39,7 +39,7 @@ _REGISTERS_PER_SM = 65536
 _OTHER_REGISTERS = 36
 _RESERVED_SHARED_MEMORY = 1024  # per block, taken by the driver
 
-_ACTIVATIONS = {None: "kNone", "relu": "kRelu", "gelu": "kGelu", "gelu_tanh": "kGeluTanh", "silu": "kSilu",
+ACTIVATION_NAMES = {None: "kNone", "relu": "kRelu", "gelu": "kGelu", "gelu_tanh": "kGeluTanh", "silu": "kSilu",
                 "swiglu": "kSilu", "geglu": "kGelu"}
 _GATES = {"gate_first": "kGateFirst", "up_first": "kUpFirst", "interleaved": "kInterleaved"}
 
@@ -100,7 +100,7 @@ class Config:
         return max(self.stages * (a + b), self.threads // 32 * slab)
 
 
-def _gate(problem: GemmProblem) -> str:
+def gate_name(problem: GemmProblem) -> str:
     return _GATES[problem.gate_up] if problem.gated else "kNone"
 
 
@@ -247,7 +247,7 @@ def spec(problem: GemmProblem, target: Target, config: Config) -> KernelSpec:
         element=p.a_dtype, out=DTYPES[p.out_dtype].cuda, bias_type=DTYPES[bias].cuda, c_type=DTYPES[addend].cuda,
         block_m=c.block_m, block_n=c.block_n, block_k=c.block_k, warps_m=c.warps_m, warps_n=c.warps_n, warps_k=c.warps_k,
         stages=c.stages, blocks_per_sm=c.blocks_per_sm, raster_rows=c.raster_rows, row_a=row_a, row_b=row_b, access=access,
-        vector_out=vector_out, bias=p.bias, activation=_ACTIVATIONS[p.activation], gate=_gate(p), accumulate=p.accumulate_c,
+        vector_out=vector_out, bias=p.bias, activation=ACTIVATION_NAMES[p.activation], gate=gate_name(p), accumulate=p.accumulate_c,
         shared_memory=c.shared_memory(row_a, row_b),
     )
     return KernelSpec.make(

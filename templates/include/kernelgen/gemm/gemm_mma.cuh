@@ -19,6 +19,7 @@
 #include <kernelgen/cuda/mma.cuh>
 #include <kernelgen/cuda/vector_io.cuh>
 #include <kernelgen/cuda/warp.cuh>
+#include <kernelgen/gemm/gate.cuh>
 #include <kernelgen/gemm/operand_tile.cuh>
 
 namespace kernelgen {
@@ -38,9 +39,6 @@ struct GemmMmaParams {
   int32_t tiles_m, tiles_n;  // of one batch entry
   float beta;
 };
-
-// Where the gate and the up columns of b are: kSplit* halves, or even and odd columns.
-enum class Gate { kNone, kGateFirst, kUpFirst, kInterleaved };
 
 // `Options` is the rendered file's struct of compile-time constants:
 //   Element (of a, b), Out, Bias, C; kBlockM, kBlockN, kBlockK, kWarpsM, kWarpsN, kWarpsK, kStages, kRasterRows;
