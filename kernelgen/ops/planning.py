@@ -111,7 +111,8 @@ def host_lengths(table: PageTable) -> Ints | None:
     return np.where(pages > 0, (pages - 1) * table.page_size + table.kv_last_page_len.numpy(), 0).astype(np.int32)
 
 
-def _page_begin(table: PageTable) -> Ints:
+def page_begin(table: PageTable) -> Ints:
+    """Where each request's pages start among :func:`page_numbers`; a kv_indptr on a device is read back."""
     if table.block_tables is not None:
         return np.arange(table.batch, dtype=np.int32) * np.int32(table.block_tables.shape[1])
     assert table.kv_indptr is not None
@@ -140,7 +141,7 @@ def _fill(batch: Batch, schedule: Schedule) -> Ints:
     n = batch.table.batch
     whole = np.empty(4 * n + 3, dtype=np.int32)
     whole[: n + 1], whole[n + 1 : 2 * n + 1] = batch.starts.numpy(), batch.kv_lens
-    whole[2 * n + 1 : 3 * n + 1], whole[3 * n + 1 : 4 * n + 2] = _page_begin(batch.table), schedule.item_indptr
+    whole[2 * n + 1 : 3 * n + 1], whole[3 * n + 1 : 4 * n + 2] = page_begin(batch.table), schedule.item_indptr
     whole[-1] = schedule.chunk
     return whole
 
