@@ -26,7 +26,6 @@ from kernelgen.cli.options import (
     meta,
     number,
     torch_dtype,
-    variant,
 )
 
 _PAGE_SIZE = number("--page-size", "Tokens of a page.", low=1, default="16", show_default=True)
@@ -70,7 +69,7 @@ def _paged(o: Options) -> Call:
         "head_dim": o["head_dim"], "head_dim_v": o["head_dim_v"], "q_lens": q_lens, "q_dtype": torch_dtype(o["dtype"]),
         "kv_dtype": torch_dtype(o["kv_dtype"]), "kv_layout": o["kv_layout"], "causal": not o["no_causal"], "window": o["window"],
         "soft_cap": o["soft_cap"], "alibi": o["alibi"], "sinks": o["sinks"], "mask": o["mask"], "kv_scales": o["kv_scales"],
-        "variant": variant() if o["variant"] else None, "rotation": 0 if o["rotation"] else None,
+        "variant": o["variant"], "rotation": 0 if o["rotation"] else None,
         "batch_invariant": o["batch_invariant"], "deterministic": not o["nondeterministic"]})
 
 

@@ -31,7 +31,6 @@ from kernelgen.cli.options import (
     meta,
     number,
     torch_dtype,
-    variant,
 )
 
 _GATE_UP = choice("--gate-up", ("gate_first", "up_first", "interleaved"), "Where gate and up lie.", default="gate_first",
@@ -63,7 +62,7 @@ def _attention(o: Options, *, ragged: bool) -> Call:
         "deterministic": not o["nondeterministic"], "batch_invariant": o["batch_invariant"],
         "alibi_slopes": meta((heads,), "fp32") if o["alibi"] else None, "sinks": meta((heads,), "fp32") if o["sinks"] else None,
         "mask": _attention_mask(o["mask"], (batch, heads, lead[-1], keys)), "kv_lens": index(batch) if o["kv_lens"] else None,
-        "variant": variant() if o["variant"] else None, "block_mask": _block_mask() if o["block_mask"] else None,
+        "variant": o["variant"], "block_mask": _block_mask() if o["block_mask"] else None,
         "out": meta((*lead, heads, dim_v), o["out_dtype"]) if o["out_dtype"] else None,
     }
     if o["scales"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import click
@@ -95,6 +96,29 @@ class Dtype(click.ParamType):
             self.fail(str(error), param, ctx)
 
 
+class VariantName(click.ParamType):
+    """MODULE:NAME of a variant, or of a function without arguments that makes one; nothing: one that changes nothing."""
+
+    name = "[MODULE:NAME]"
+    plain = "plain"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from kernelgen.reference.masks import Variant
+
+        if value == self.plain:
+            return Variant()
+        module, _, name = str(value).partition(":")
+        try:
+            found = getattr(import_module(module), name)
+            made = found if isinstance(found, Variant) else found()
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
+            self.fail(f"got {value!r}, expected MODULE:NAME of a kernelgen.variant, or of a function without arguments that makes one: "
+                      f"{error}", param, ctx)
+        if not isinstance(made, Variant):
+            self.fail(f"got {value!r}, which is a {type(made).__name__}, expected a kernelgen.variant", param, ctx)
+        return made
+
+
 def flag(name: str, help: str = "") -> Callable[..., Any]:
     return click.option(name, is_flag=True, help=help)
 
@@ -131,12 +155,6 @@ def torch_dtype(name: str | None) -> Any:
     return None if name is None else DTYPES[name].torch
 
 
-def variant() -> Any:
-    from kernelgen.reference.masks import Variant
-
-    return Variant()
-
-
 DTYPE = element("--dtype", "Element type.", default="bf16", show_default=True)
 GRAD = flag("--grad", "An input requires a gradient.")
 NONDETERMINISTIC = flag("--nondeterministic", "deterministic=False.")
@@ -149,5 +167,7 @@ HEADS = (
     click.option("--window", type=Window(), help="LEFT,RIGHT in keys; '-' for unbounded."),
     click.option("--soft-cap", type=float, help="Cap of the scores."),
     flag("--alibi", "With ALiBi slopes."), flag("--sinks", "With attention sinks."),
-    flag("--variant", "With a score or mask variant."), flag("--batch-invariant"), NONDETERMINISTIC,
+    click.option("--variant", type=VariantName(), is_flag=False, flag_value=VariantName.plain,
+                 help="With a score or mask variant: an importable one, or a function that makes it (default: one without functions)."),
+    flag("--batch-invariant"), NONDETERMINISTIC,
 )

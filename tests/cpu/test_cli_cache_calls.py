@@ -19,6 +19,7 @@ import kernelgen
 from kernelgen import PageTable
 from kernelgen.cli import cli
 from kernelgen.cli.explain import _decide
+from kernelgen.reference.masks import Variant
 
 ROOT = Path(__file__).parent.parent.parent
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -81,6 +82,8 @@ LIVE: dict[str, Callable[[], Any]] = {
             blocks([9, 9], 16), zeros(2, 2, 64, dtype=E4M3), zeros(2, 2, 16, 2, 64, dtype=E4M3),
             {"k_scale": ones(2, 2), "v_scale": ones(2, 2), "q_scale": ones(2), "out": zeros(2, 2, 64, dtype=torch.float16)},
             kv_scales="request_head"),
+    "paged_attention --kv-len 9 --q-heads 2 --head-dim 64 --variant --rotation": lambda: planned(
+        blocks([9], 16), zeros(1, 2, 64), zeros(2, 2, 16, 2, 64), {}, variant=Variant(), rotation=5),
     "mla --kv-lens 20,7 --heads 3 --head-dim-latent 64 --head-dim-rope 16 --lse": lambda: latent(
         blocks([20, 7], 16), (zeros(2, 3, 64), zeros(2, 3, 16)), (zeros(3, 16, 80),), {"return_lse": True}),
     "mla --kv-len 20 --q-len 4 --heads 3 --head-dim-latent 64 --head-dim-rope 24 --kv-dtype e4m3 --kv-scales page --page-size 4": lambda:

@@ -25,7 +25,7 @@ from kernelgen.problems.moe import MoeProblem, RouteProblem
 from kernelgen.problems.paged import PagedAttentionProblem
 from kernelgen.problems.rows import RmsNormProblem, SiluAndMulProblem
 from kernelgen.reference.masks import Variant
-from kernelgen.variants import trace
+from kernelgen.variants import sigmoid, trace
 
 ROOT = Path(__file__).parent.parent.parent
 DENSE, RAGGED = "attention --q 2,16,4,64", "attention_varlen --q 32,4,64 --batch 3"
@@ -51,6 +51,7 @@ REACHED: dict[type, dict[str, dict[str, Any]]] = {
         f"{DENSE} --window 5,-": dict(window=(5, None)), f"{DENSE} --soft-cap 3": dict(soft_cap=True), f"{DENSE} --alibi": dict(alibi=True),
         f"{DENSE} --sinks": dict(sinks=True), f"{DENSE} --mask dense": dict(mask="dense"), f"{RAGGED} --mask flat": dict(mask="flat"),
         f"{RAGGED} --mask packed": dict(mask="packed"), f"{DENSE} --variant": dict(variant=trace(Variant())),
+        f"{DENSE} --variant kernelgen.variants:sigmoid --sinks": dict(variant=trace(sigmoid())),
         f"{DENSE} --block-mask": dict(block_mask=True), f"{DENSE} --kv-lens": dict(kv_lens=True), f"{RAGGED} --kv-lens": dict(kv_lens=True),
         f"{DENSE} --lse": dict(return_lse=True), f"{RAGGED} --lse": dict(return_lse=True), f"{DENSE} --grad": dict(requires_grad=True),
         f"{DENSE} --nondeterministic": dict(deterministic=False), f"{DENSE} --batch-invariant": dict(batch_invariant=True),
@@ -179,7 +180,9 @@ def test_every_field_of_a_problem_can_be_described(kind: type) -> None:
     ("explain attention --q 1,8,2,64 --scales", "--scales: got --dtype bf16"),
     ("explain paged_attention --q-heads 4 --head-dim 64", "got no --kv-lens"),
     ("explain paged_attention --q-heads 4 --head-dim 64 --kv-lens 5,6 --q-lens 1", "got 1 query lengths and 2"),
-    ("explain mla --heads 4", "got no --kv-lens"), ("explain append_kv --tokens 4 --kv-heads 2", "--head-dim"),
+    ("explain attention --q 1,8,2,64 --variant kernelgen:nothing", "'--variant'.*got 'kernelgen:nothing', expected MODULE:NAME"),
+    ("explain attention --q 1,8,2,64 --variant math:pi", "expected MODULE:NAME"), ("explain mla --heads 4", "got no --kv-lens"),
+    ("explain append_kv --tokens 4 --kv-heads 2", "--head-dim"),
     ("explain rope --q 4,8", "expected 3 whole numbers T,HQ,D"), ("explain merge_states --outs 1,2,3", "expected 4 whole numbers N,T,H,D"),
     ("prebuild append_mla --tokens 4 --v-scale number", "got --v-scale.*expected one of --tokens"),
     ("explain paged_attention --q-heads 4 --head-dim 64 --kv-len 5 --page-size 0", "'--page-size'.*at least 1"),
