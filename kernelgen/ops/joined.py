@@ -67,6 +67,8 @@ def join_levels(levels: Sequence[Level], rows: int, k_cache: torch.Tensor, v_cac
     that do not cut ``rows`` query rows or do not nest, DeviceError.
     """
     size, pages = _check_pages(levels, k_cache), k_cache.shape[0]
+    if len(levels) == 1 and (alone := _alone(*levels[0])) is not None:
+        return Joined(*alone, k_cache, v_cache, 1)
     found = _on_host(levels)
     for index, level in enumerate(found):
         check_starts(f"cu_seqlens_q of level {index}", torch.from_numpy(level.starts[:-1]), None, "")
@@ -106,6 +108,12 @@ def _check_pages(levels: Sequence[Level], cache: torch.Tensor) -> int:
         if table.device != cache.device:
             raise DeviceError(f"{table}: got page numbers on {table.device}, expected {cache.device}, where the cache is")
     return cache.shape[1]
+
+
+def _alone(table: PageTable, starts: Lengths) -> tuple[PageTable, torch.Tensor] | None:
+    """One level is a planned call as it is, unless its query starts are on a device, where a plan does not take them."""
+    own = query_starts(None, starts, table.batch)
+    return (table, own) if own is not None and own.device.type == "cpu" else None
 
 
 def _on_host(levels: Sequence[Level]) -> list[_Level]:
