@@ -38,6 +38,8 @@ _ATTENTION: dict[str, torch.dtype | None] = {
     "q": None, "k": None, "v": None, "out": None, "lse": _F32, "alibi_slopes": _F32, "sinks": _F32, "mask": torch.bool,
     "kv_lens": _I32, "q_scale": _F32, "k_scale": _F32, "v_scale": _F32,
 }
+_PLACE = ("positions", "batch_indices", "slot_mapping")
+_APPEND: dict[str, torch.dtype | None] = {"kv_cache": None, "k": None, "v": None, **dict.fromkeys(_PLACE, _I32)}
 _OPS = {
     "attention": _Op("kernelgen.ops.attention", "attention", "explain_attention", shapes=_ATTENTION, indices=("kv_lens",)),
     "attention_varlen": _Op(
@@ -54,7 +56,11 @@ _OPS = {
     "route": _Op("kernelgen.ops.moe", "route", "explain_route", shapes={"logits": None, "bias": None}),
     "paged_attention": _Op("kernelgen.ops.paged", "plan_attention", "explain_paged_attention", optional=("q_dtype",)),
     "mla": _Op("kernelgen.ops.mla", "plan_mla", "explain_mla", optional=("q_dtype", "scale")),
-    "append_kv": _Op("kernelgen.ops.append", "append_kv", "explain_append_kv", shapes={"kv_cache": None, "k": None, "v": None}),
+    "append_kv": _Op("kernelgen.ops.append", "append_kv", "explain_append_kv", shapes=_APPEND, indices=_PLACE),
+    "append_mla": _Op("kernelgen.ops.append", "append_mla", "explain_append_mla", optional=("k_rope_cache",), shapes={
+        "ckv_cache": None, "k_rope_cache": None, "ckv": None, "k_rope": None, **dict.fromkeys(_PLACE, _I32)}, indices=_PLACE),
+    "rope_append_kv": _Op("kernelgen.ops.append", "rope_append_kv", "explain_rope_append_kv", optional=("positions",), shapes=_APPEND | {
+        "q": None, "out": None}, indices=_PLACE),
     "rope": _Op("kernelgen.ops.rope", "rope", "explain_rope", optional=("k", "positions"), shapes={
         "q": None, "k": None, "positions": _I32}, indices=("positions",)),
     "merge_states": _Op("kernelgen.ops.merge", "merge_states", "explain_merge_states", optional=("lses",), shapes={
@@ -140,7 +146,8 @@ def _indices_of_meta(entry: _Op, values: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _is_shape(value: Any) -> bool:
-    return isinstance(value, (tuple, list, torch.Size))
+    """A pair of tensors, as a cache may be, is none."""
+    return isinstance(value, (tuple, list, torch.Size)) and not any(isinstance(part, torch.Tensor) for part in value)
 
 
 def _meta(name: str, shape: Any, dtype: torch.dtype) -> torch.Tensor:

@@ -8,7 +8,10 @@ import torch
 
 
 class AttentionTensors(NamedTuple):
-    """Dense or ragged attention; shapes as in CONTRACTS. ``cu_seqlens_*`` are int32 on the device, None when dense."""
+    """Dense or ragged attention; shapes as in CONTRACTS. ``cu_seqlens_*`` are int32 on the device, None when dense.
+
+    Plain numbers among the scales are in ``scale`` and ``v_factor`` already.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -23,9 +26,9 @@ class AttentionTensors(NamedTuple):
     sinks: torch.Tensor | None = None
     mask: torch.Tensor | None = None
     kv_lens: torch.Tensor | None = None
-    q_scale: torch.Tensor | float | None = None
-    k_scale: torch.Tensor | float | None = None
-    v_scale: torch.Tensor | float | None = None
+    q_scale: torch.Tensor | None = None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
     block_mask: object | None = None
     variant: object | None = None
     mask_indptr: torch.Tensor | None = None

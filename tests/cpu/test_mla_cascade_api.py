@@ -88,10 +88,6 @@ def test_cascade(sinks: bool) -> None:
     out, lse = kernelgen.cascade_attention(q, cache, levels, return_lse=True, **extra)
     assert_close_to_reference(out, exact, plain, what="cascade", tile_dim=-3)
     torch.testing.assert_close(lse, exact_lse.float(), rtol=1e-3, atol=1e-3)
-    windowed = kernelgen.cascade_attention(q, cache, levels, window=(3, 0))
-    torch.testing.assert_close(windowed, reference.cascade_attention(q, cache, levels, window=(3, 0)).to(torch.bfloat16))
-    with pytest.raises(NoBackendError, match="positions of the joined keys"):
-        kernelgen.cascade_attention(q, cache, levels, window=(3, 0), backend="generated")
     with pytest.raises(ShapeError, match="at least one"):
         kernelgen.cascade_attention(q, cache, [])
 

@@ -197,15 +197,15 @@ def logit_scalars(problem: Problem, scale: float, soft_cap: float | None) -> dic
             "cap_scale": size / abs(soft_cap) if soft_cap else 0.0}
 
 
-def two_strides(t: torch.Tensor | float | None) -> tuple[int, int]:
+def two_strides(t: torch.Tensor | None) -> tuple[int, int]:
     """Strides (request or page, head) of a float32 tensor seen as 2-D: a missing dimension, or one of size 1, has 0."""
-    if not isinstance(t, torch.Tensor):
+    if t is None:
         return (0, 0)
     sizes, strides = (1,) * (2 - t.dim()) + tuple(t.shape), (0,) * (2 - t.dim()) + t.stride()
     first, second = (stride if size > 1 else 0 for size, stride in zip(sizes, strides))
     return (first, second)
 
 
-def address(t: torch.Tensor | float | None) -> int:
+def address(t: torch.Tensor | None) -> int:
     """Where a tensor is, 0 for none."""
-    return t.data_ptr() if isinstance(t, torch.Tensor) else 0
+    return 0 if t is None else t.data_ptr()

@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from kernelgen.errors import NoBackendError
 from kernelgen.kernels.attention.mma import (
     FP8,
@@ -182,8 +180,7 @@ def _scalars(problem: AttentionProblem, t: AttentionTensors) -> dict[str, int | 
     right = min(right if right is not None else reach, 0 if problem.causal else reach)
     values |= {"window_left": min(left if left is not None else reach, reach), "window_right": right}
 
-    values |= logit_scalars(problem, _folded(t.scale, t.q_scale, t.k_scale), t.soft_cap)
-    values |= {"v_factor": _folded(t.v_factor, t.v_scale)}
+    values |= logit_scalars(problem, float(t.scale), t.soft_cap) | {"v_factor": float(t.v_factor)}
     for name, scales in (("q_scale", t.q_scale), ("k_scale", t.k_scale), ("v_scale", t.v_scale), ("alibi", t.alibi_slopes)):
         first, second = two_strides(scales)
         values |= {f"{name}_batch": first, f"{name}_head": second}
@@ -193,15 +190,10 @@ def _scalars(problem: AttentionProblem, t: AttentionTensors) -> dict[str, int | 
     return values
 
 
-def _folded(factor: float, *scales: torch.Tensor | float | None) -> float:
-    """A factor with the scales that are plain numbers."""
-    return math.prod((float(s) for s in scales if s is not None and not isinstance(s, torch.Tensor)), start=float(factor))
-
-
 def bind(problem: AttentionProblem, config: Config, kernel: Any, tensors: AttentionTensors) -> Callable[[AttentionTensors], None]:
     """The closure of a repeated call: packs addresses, launches."""
     device = tensors.q.device.index or 0
-    if problem.kv_dtype in HALVES and not scaled(problem) and _folded(tensors.v_factor, tensors.v_scale) != 1.0:
+    if problem.kv_dtype in HALVES and not scaled(problem) and tensors.v_factor != 1.0:
         raise NoBackendError(f"v_factor: got {tensors.v_factor} for {problem.kv_dtype} values without scales, expected 1")
     launch = kernel.prepare(device, grid=_grid(problem, config), block=(config.threads, 1, 1),
                             shared_memory=shared_memory_of(problem, config))
