@@ -2,7 +2,7 @@
 //
 // Everything happens in the registers that hold the sums: a thread has two rows and, of every eight columns, two neighbours. The
 // result goes through shared memory, 128 bytes of a row at a time (a slab of 64 rows, swizzled like the operands), so that the copy
-// engine writes whole lines and clips what lies past the end; two slabs take turns. Where out's rows are not aligned to 16 bytes
+// engine writes whole lines and clips what lies past the end; kSlabs slabs take turns. Where out's rows are not aligned to 16 bytes
 // each thread stores its own values.
 //
 // A gated activation makes two columns of the product one output. Where gate and up are halves of b, the tile holds kOutputs columns
@@ -33,10 +33,10 @@ struct DenseEpilogue {
   static constexpr int kSums = Options::kBlockN / 2;  // of a thread, for 64 rows
   static constexpr int kSlabColumns = kSwizzleRowBytes / static_cast<int>(sizeof(Out));
   static constexpr int kSlabBytes = kMmaRows * kSwizzleRowBytes;
-  static constexpr int kStoreBytes = Options::kTmaOut ? 2 * kSlabBytes : 0;
+  static constexpr int kStoreBytes = Options::kTmaOut ? Options::kSlabs * kSlabBytes : 0;
   static_assert(kOutputs % 8 == 0, "eight outputs of a row belong to one instruction");
 
-  uint32_t slabs;  // shared address of this warpgroup's two
+  uint32_t slabs;  // shared address of this warpgroup's kSlabs
   int group;       // of the block's consumers
   int slab = 0;
 
@@ -181,7 +181,7 @@ struct DenseEpilogue {
     for (int column = 0; column < kOutputs; column += kSlabColumns) {
       const uint32_t address = slabs + slab * kSlabBytes;
       if constexpr (Options::kTmaOut) {
-        if (leader) tma_store_wait_read<1>();  // the store before the last has read this slab
+        if (leader) tma_store_wait_read<Options::kSlabs - 1>();  // the store that last read this slab has done so
         named_barrier_sync(1 + group, kWarpgroupThreads);
       }
 #pragma unroll
@@ -212,7 +212,7 @@ struct DenseEpilogue {
           tma_store(map, address, first_output + column, first_row, batch);
           tma_store_commit();
         }
-        slab ^= 1;
+        slab = slab + 1 == Options::kSlabs ? 0 : slab + 1;
       }
     }
   }

@@ -1,0 +1,182 @@
+"""Host side of gemm/skinny_sm90: products of up to 128 rows on Hopper, at the speed of reading b.
+
+The kernel and its data flow: templates/include/kernelgen/gemm/skinny_sm90.cuh; choices and measurements: docs/design/hopper.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kernelgen.kernels.base import KernelFamily
+from kernelgen.kernels.gemm.sm90 import (
+    MMA_ROWS,
+    POINTERS,
+    ROW_BYTES,
+    addresses,
+    depth,
+    options,
+    promotes,
+    scalars,
+    splits,
+    supports_common,
+    words,
+)
+from kernelgen.kernels.tensor_map import tensor_map
+from kernelgen.params import ParamStruct
+from kernelgen.problems.gemm import GemmProblem
+from kernelgen.specs import KernelSpec
+from kernelgen.targets import Target
+from kernelgen.tensors import GemmTensors
+from kernelgen.verdicts import Verdict, first_no
+
+# struct SkinnySm90Params of skinny_sm90.cuh.
+PARAMS = ParamStruct((
+    *((name, "ptr") for name in POINTERS), ("c_batch", "i64"), ("c_row", "i64"), ("out_batch", "i64"), ("out_row", "i64"),
+    ("m", "i32"), ("n", "i32"), ("k", "i32"), ("stages", "i32"), ("per_block", "i32"), ("batched_b", "i32"),
+    ("scale_a_row", "i32"), ("scale_b_column", "i32"), ("beta", "f32"),
+), tensor_maps=("map_a", "map_b"))
+ENTRY = "gemm_skinny_sm90"
+MAX_ROWS = 128  # of a
+_THREADS = 128 + 32
+_MAX_SUMS = 128
+_RESERVED_SHARED_MEMORY = 1024  # per block, taken by the driver
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile shape and schedule.
+
+    mma_m     64-column parts of b that a block has
+    tokens    rows of a, rounded up: the N of the WGMMA
+    stages    of the ring
+    blocks_k  boxes of 128 bytes of K in a stage
+    split_k   blocks of a cluster that share K
+    """
+
+    mma_m: int
+    tokens: int
+    stages: int
+    blocks_k: int = 1
+    split_k: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.columns}x{self.tokens} s{self.stages} d{self.blocks_k} k{self.split_k}"
+
+    @property
+    def columns(self) -> int:
+        return self.mma_m * MMA_ROWS
+
+    @property
+    def shared_memory(self) -> int:
+        """Dynamic shared memory in bytes: SkinnySm90::kSharedBytes of the header."""
+        ring = self.stages * self.blocks_k * (self.columns + self.tokens) * ROW_BYTES
+        sums = -(-self.tokens * (self.columns + 4) * 4 // 128) * 128
+        return max(ring, sums) + -(-2 * self.stages * 8 // 128) * 128
+
+
+def supports(problem: GemmProblem, target: Target) -> Verdict:
+    """Can this kernel run the problem on the target at all?"""
+    p = problem
+    common = supports_common(p, target, "skinny_sm90")
+    return common if not common else first_no(
+        (p.m <= MAX_ROWS, f"{p.m} rows of a, skinny_sm90 has at most {MAX_ROWS}"),
+        (p.a_order == "row", "a has M contiguous, skinny_sm90 needs K contiguous"),
+        (p.batch < 65536, f"a batch of {p.batch}, the grid takes 65535"),
+    )
+
+
+def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
+    """Does the config fit the problem and the target?"""
+    c = config
+    sums = c.mma_m * c.tokens // 2 * (2 if promotes(problem) else 1)
+    return first_no(
+        (problem.m <= c.tokens <= MAX_ROWS and c.tokens % 8 == 0, f"config {c}: {problem.m} rows of a do not fit {c.tokens}"),
+        (c.mma_m in (1, 2) and c.stages >= 2 and c.blocks_k >= 1, f"config {c}: 1 or 2 parts, 2 stages or more"),
+        (c.split_k in (1, 2, 4, 8), f"config {c}: clusters of 1, 2, 4 or 8"),
+        (not splits(problem) or problem.b_order == "col" or c.mma_m == 2, f"config {c}: rows of gate and up are loaded by 64 columns"),
+        (sums <= _MAX_SUMS, f"config {c} has {sums} accumulators per thread, expected at most {_MAX_SUMS}"),
+        (c.shared_memory <= target.shared_memory_per_block, f"config {c} needs {c.shared_memory} bytes of shared memory, {target} has "
+                                                            f"{target.shared_memory_per_block}"),
+    )
+
+
+def _configs(problem: GemmProblem) -> Iterator[Config]:
+    tokens = next((n for n in (8, 16, 32, 64, 128) if n >= problem.m), MAX_ROWS)
+    for mma_m in (1, 2):
+        for split_k in (1, 2, 4, 8):
+            for blocks_k in (2, 1):
+                stage = blocks_k * (mma_m * MMA_ROWS + tokens) * ROW_BYTES
+                for budget in (109 << 10, 220 << 10):  # two blocks per SM, or one
+                    yield Config(mma_m, tokens, min(budget // stage, 12), blocks_k, split_k)
+
+
+def _cost(problem: GemmProblem, target: Target, config: Config) -> float:
+    """Bytes of the busiest SM, and what a block costs beside them, in bytes of the time."""
+    c, sms = config, target.sm_count or 132
+    tiles = -(-problem.n // c.columns) * problem.batch
+    blocks = tiles * c.split_k
+    resident = max(1, (target.shared_memory_per_block + _RESERVED_SHARED_MEMORY) // (c.shared_memory + _RESERVED_SHARED_MEMORY))
+    stages = -(-problem.k // (depth(problem) * c.blocks_k))
+    per_block = -(-stages // c.split_k) * c.blocks_k * (c.columns + c.tokens) * ROW_BYTES
+    waves = -(-blocks // (sms * resident)) if blocks > sms * resident else blocks / (sms * resident)
+    busiest = max(waves, 1.0 / resident) * resident * per_block
+    return busiest + 24_000 * (1 + 0.25 * (c.split_k > 1)) + 2_000 * resident
+
+
+def candidates(problem: GemmProblem, target: Target) -> Iterator[Config]:
+    """Legal configs, best guess first."""
+    fitting = {c: None for c in _configs(problem) if legal(problem, target, c)}
+    yield from sorted(fitting, key=lambda c: _cost(problem, target, c))
+
+
+def spec(problem: GemmProblem, target: Target, config: Config) -> KernelSpec:
+    """The specialisation: dtypes, orders, epilogue and config; no extents."""
+    p, c = problem, config
+    parameters = options(
+        p, c.tokens, mma_m=c.mma_m, tokens=c.tokens, stages=c.stages, blocks_k=c.blocks_k, split_k=c.split_k, vector_out=True,
+        shared_memory=c.shared_memory)
+    return KernelSpec.make(
+        "_".join(["gemm_skinny_sm90", *words(p), *str(c).split()]), "gemm/skinny_sm90.cu.jinja", "nvrtc", parameters,
+        params=PARAMS, params_type="kernelgen::SkinnySm90Params", entries=(ENTRY,), target=target,
+    )
+
+
+def bind(problem: GemmProblem, config: Config, kernel: Any, tensors: GemmTensors) -> Callable[[GemmTensors], None]:
+    """The closure of a repeated call: packs addresses, launches."""
+    p, c, t = problem, config, tensors
+    k, major_b = depth(p), p.b_order == "col"
+    stages = -(-p.k // (k * c.blocks_k))
+    box_b = (k, c.columns // 2 if splits(p) else c.columns) if major_b else (MMA_ROWS, k)
+    maps = [tensor_map("map_a", "a", t.a, (k, c.tokens)), tensor_map("map_b", "b", t.b.mT if major_b else t.b, box_b)]
+    tiles = -(-p.n // c.columns)
+    launch = kernel.prepare(t.a.device.index or 0, grid=(tiles * c.split_k, p.batch, 1), block=(_THREADS, 1, 1), cluster=(c.split_k, 1, 1),
+                            programmatic=True, shared_memory=c.shared_memory, tensor_maps=maps)
+    tail = PARAMS.pack_scalars(scalars(p, t) | {"stages": stages, "per_block": -(-stages // c.split_k)})
+    blank, pack, pointers = bytes(128 * len(PARAMS.tensor_maps)), PARAMS.pointer_packer.pack, addresses(p)
+
+    def run(t: GemmTensors) -> None:
+        launch(blank + pack(*pointers(t)) + tail)
+
+    return run
+
+
+def coverage() -> Iterable[tuple[GemmProblem, Config | None]]:
+    """Problems that together reach every branch of the template."""
+    base = GemmProblem(1, 16, 4096, 4096, "bf16", "bf16", "bf16", b_order="col")
+    yield base, None
+    yield replace(base, m=1), Config(1, 8, 6, 2, 2)
+    yield replace(base, m=128, b_order="row", bias=True, bias_dtype="bf16", activation="silu"), Config(2, 128, 4, 1, 4)
+    yield replace(base, activation="swiglu", a_dtype="fp16", b_dtype="fp16", out_dtype="fp32"), Config(1, 16, 6, 2, 2)
+    yield replace(base, activation="geglu", gate_up="up_first", b_order="row"), Config(2, 16, 4, 2, 1)
+    yield replace(base, activation="swiglu", gate_up="interleaved", accumulate_c=True, c_dtype="bf16"), Config(1, 32, 6, 1, 8)
+    fp8 = replace(base, a_dtype="e4m3", b_dtype="e4m3", scales="row")
+    yield fp8, Config(1, 16, 6, 2, 2)
+    yield replace(fp8, accumulate="fast", scales="tensor"), Config(2, 64, 4, 2, 1)
+
+
+FAMILY = KernelFamily(
+    name="gemm/skinny_sm90", op="gemm", target_kind="cuda", toolchain="nvrtc", supports=supports, candidates=candidates,
+    legal=legal, spec=spec, bind=bind, coverage=coverage,
+)
