@@ -54,6 +54,10 @@ RULES: tuple[Rule, ...] = (
     Rule("gemm", "torch", 70, "cuBLAS takes 0.94 x the time of gemm_mma at M = 64 and 0.58 - 0.75 x from 128 up; gemm_mma is 1.1 - 1.2 x "
          "faster up to 24 (H200, 2026-11-29, tools/bench/results/h200_gemm_mma.json)", target_kind="cuda", capability=(90,),
          when=lambda p: _plain_gemm(p) and p.m > 32),
+    Rule("gemm", "generated", 64, "TMA and WGMMA, b read at memory speed (H200, 2026-11-30, tools/bench/results/h200_gemm_sm90.json)",
+         target_kind="cuda", capability=(90,), kernel="gemm/skinny_sm90", when=lambda p: p.m <= 64 or p.n <= 3072),
+    Rule("gemm", "generated", 62, "TMA and WGMMA (H200, 2026-11-30, tools/bench/results/h200_gemm_sm90.json)",
+         target_kind="cuda", capability=(90,), kernel="gemm/dense_sm90"),
     Rule("", "generated", 60, "specialised for this problem"),
     Rule("", "torch", 40, "works everywhere torch does"),
     Rule("", "reference", 1, "slow eager float64 version"),

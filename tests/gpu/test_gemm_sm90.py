@@ -28,7 +28,8 @@ BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
 CUDA = "cuda"
 BASE = GemmProblem(1, 1, 1, 1, "bf16", "bf16", "bf16", b_order="col")
 WORDS = {"r": "row", "c": "col"}
-CONFIGS = [*dense_sm90._CONFIGS, Config(1, 2, 160, 5), Config(2, 2, 80, 4), Config(1, 2, 256, 4, 1, 2), Config(2, 1, 128, 4),
+CONFIGS = [*(m.config for m in dense_sm90._MEASURED), Config(1, 2, 256, 4, 2, 1), Config(2, 2, 128, 4, 2, 1), Config(1, 2, 128, 6, 2, 1),
+           Config(2, 2, 80, 4), Config(1, 2, 256, 4, 1, 2), Config(2, 1, 128, 4),
            Config(1, 2, 128, 4, 2, 2)]
 
 
@@ -80,7 +81,8 @@ def test_few_rows(split_k: int, order: str) -> None:
         for n, k in ((256, 1024), (328, 264), (64, 8), (1032, 1160)):
             a, b = operands(m, n, k, BF16, seed=k + m, device=CUDA, order=order, batch=1, batched_b=True)
             problem = replace(BASE, m=m, n=n, k=k, b_order=WORDS[order[1]])
-            run(problem, Skinny(mma_m, tokens, 4, blocks_k, split_k), a, b, f"{split_k} {order} {m}x{n}x{k}")
+            for groups in (1, 2, 4):
+                run(problem, Skinny(mma_m, tokens, 4, blocks_k, groups, split_k), a, b, f"{split_k} {groups} {order} {m}x{n}x{k}")
 
 
 @pytest.mark.parametrize("batched_b", (True, False))
@@ -90,13 +92,13 @@ def test_batches_and_padded_rows(batched_b: bool) -> None:
     problem = replace(BASE, batch=3, m=136, n=200, k=264, a_dtype="fp16", b_dtype="fp16", out_dtype="fp16", batched_b=batched_b)
     for config in (Config(1, 2, 128, 4), Config(1, 2, 256, 4, 2, 1)):
         run(problem, config, a, b, f"{config} batch of 3")
-    run(replace(problem, m=40), Skinny(1, 64, 4, 2, 2), a[:, :40], b, "few rows, batch of 3")
+    run(replace(problem, m=40), Skinny(1, 64, 4, 2, 2, 2), a[:, :40], b, "few rows, batch of 3")
 
 
 @pytest.mark.parametrize("gate_up", ("gate_first", "up_first", "interleaved"))
 @pytest.mark.parametrize("order", ("rc", "rr"))
 @pytest.mark.parametrize("config", (Config(1, 2, 256, 4, 2, 1), Config(1, 2, 128, 4), Config(2, 2, 128, 4, 1, 2),
-                                    Config(2, 2, 128, 5, pingpong=True), Skinny(2, 64, 4, 1, 2), Skinny(1, 64, 4, 2, 1)), ids=str)
+                                    Config(2, 2, 128, 5, pingpong=True), Skinny(2, 64, 4, 1, 2, 2), Skinny(1, 64, 4, 2, 2, 1)), ids=str)
 def test_gates(config: Config | Skinny, order: str, gate_up: str) -> None:
     for m, n, k in ((200, 528, 192), (64, 272, 72)) if isinstance(config, Config) else ((50, 528, 192), (64, 272, 72)):
         a, b = operands(m, n, k, BF16, seed=k, device=CUDA, order=order, batch=1, batched_b=True)
@@ -116,7 +118,7 @@ def test_epilogue(activation: str | None, out_dtype: torch.dtype, bias_dtype: to
         problem = replace(BASE, m=m, n=n, k=k, out_dtype=dtype_name(out_dtype), activation=activation, bias=bias is not None,
                           bias_dtype=dtype_name(bias_dtype) if bias_dtype else None, accumulate_c=c is not None,
                           c_dtype=dtype_name(c_dtype) if c_dtype else None)
-        for config in (Config(1, 2, 128, 4), *([Skinny(1, 128, 4, 1, 2)] if m <= 128 else [])):
+        for config in (Config(1, 2, 128, 4), *([Skinny(1, 128, 4, 1, 2, 2)] if m <= 128 else [])):
             run(problem, config, a, b, f"{config} {activation} {m}x{n}x{k}", bias=bias, c=c, beta=-0.5)
 
 
@@ -132,5 +134,5 @@ def test_fp8(dtype: str, accumulate: str, recipe: str) -> None:
         scale_b = random_tensor((1,) if one else (1, 1, n), F32, seed=2, device=CUDA).abs() + 0.1
         problem = replace(BASE, m=m, n=n, k=k, a_dtype=dtype, b_dtype=dtype, scales=recipe, accumulate=accumulate)
         for config in (Config(1, 2, 128, 6), Config(1, 2, 128, 6, 2, 1), Config(1, 1, 64, 10),
-                       *([Skinny(1, 8, 4, 2, 2)] if m == 8 else [])):
+                       *([Skinny(1, 8, 4, 2, 2, 2)] if m == 8 else [])):
             run(problem, config, a, b, f"{config} {dtype} {recipe} {accumulate} {m}x{n}x{k}", scale_a=scale_a, scale_b=scale_b)

@@ -123,11 +123,34 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
     )
 
 
-_CONFIGS = (
-    Config(1, 2, 256, 4, 2, 1), Config(2, 2, 128, 4, 1, 2), Config(2, 2, 128, 4, 2, 1), Config(1, 2, 256, 4),
-    Config(1, 2, 192, 4, 2, 1), Config(1, 3, 176, 4, slabs=1), Config(2, 2, 128, 5, pingpong=True), Config(1, 2, 192, 4),
-    Config(1, 2, 128, 6, 2, 1), Config(1, 2, 128, 6), Config(1, 2, 64, 8), Config(1, 1, 64, 10),
-    Config(1, 1, 128, 8), Config(1, 1, 256, 4), Config(1, 1, 32, 12), Config(1, 1, 16, 16),
+@dataclass(frozen=True)
+class _Measured:
+    """A config and what its tile took on an H200 (2026-11-30, docs/design/hopper.md), in microseconds.
+
+    step    128 bytes of K; promoted: with fp8 sums added to float32 totals at each
+    finish  what a tile takes beside its steps: the epilogue, as far as the next tile's products do not run beside it
+    """
+
+    config: Config
+    step: float
+    promoted: float | None
+    finish: float
+
+
+_BYTES_PER_US = 4.4e6  # of an H200's memory
+_MEASURED = (
+    _Measured(Config(1, 2, 256, 4), 0.688, None, 1.6),
+    _Measured(Config(2, 2, 128, 4), 0.695, None, 1.6),
+    _Measured(Config(1, 2, 224, 4), 0.596, None, 1.4),
+    _Measured(Config(1, 3, 176, 4, slabs=1), 0.710, None, 1.6),
+    _Measured(Config(1, 2, 208, 4), 0.545, None, 1.3),
+    _Measured(Config(1, 2, 192, 4), 0.511, 0.605, 1.2),
+    _Measured(Config(1, 2, 160, 5), 0.440, 0.527, 1.1),
+    _Measured(Config(2, 2, 128, 5, pingpong=True), 0.343, None, 0.1),
+    _Measured(Config(1, 2, 128, 6), 0.361, 0.437, 1.1),
+    _Measured(Config(1, 1, 128, 8), 0.213, 0.300, 0.8),
+    _Measured(Config(1, 2, 64, 8), 0.311, 0.350, 0.8),
+    _Measured(Config(1, 1, 64, 10), 0.184, 0.240, 0.6),
 )
 
 
@@ -136,20 +159,24 @@ def _tiles(problem: GemmProblem, config: Config) -> tuple[int, int]:
     return -(-problem.m // (config.block_m * config.cluster_m)), -(-problem.n // (config.block_n * config.cluster_n))
 
 
-def _cost(problem: GemmProblem, target: Target, config: Config) -> float:
-    """Products per SM with the waste of the last wave, a little more for tiles that load more than they multiply."""
-    tiles_m, tiles_n = _tiles(problem, config)
-    clusters = max(1, (target.sm_count or 132) // config.blocks)
+def _cost(problem: GemmProblem, target: Target, measured: _Measured) -> float:
+    """Estimated microseconds: waves of tiles, and no faster than memory."""
+    tiles_m, tiles_n = _tiles(problem, measured.config)
+    clusters = max(1, (target.sm_count or 132) // measured.config.blocks)
     waves = -(-tiles_m * tiles_n * problem.batch // clusters)
-    area = config.block_m * config.block_n
-    loads = (config.block_m / config.cluster_n + config.block_n / config.cluster_m) / area
-    return waves * area * (1.0 + 24.0 * loads)
+    step = measured.promoted if promotes(problem) else measured.step
+    assert step is not None
+    tiles_time = waves * (-(-problem.k // depth(problem)) * step + measured.finish)
+    p, size = problem, ROW_BYTES // depth(problem)
+    memory = p.batch * size * (p.m * p.k + p.k * p.n + p.m * p.n) / _BYTES_PER_US
+    # Where memory is the limit, less work is still the better bet.
+    return max(tiles_time, memory) + tiles_time / 10
 
 
 def candidates(problem: GemmProblem, target: Target) -> Iterator[Config]:
     """Legal configs, best guess first."""
-    fitting = [c for c in _CONFIGS if legal(problem, target, c)]
-    yield from sorted(fitting, key=lambda c: _cost(problem, target, c))
+    fitting = [m for m in _MEASURED if legal(problem, target, m.config) and not (promotes(problem) and m.promoted is None)]
+    yield from (m.config for m in sorted(fitting, key=lambda m: _cost(problem, target, m)))
 
 
 def spec(problem: GemmProblem, target: Target, config: Config) -> KernelSpec:

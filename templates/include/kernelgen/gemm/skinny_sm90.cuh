@@ -4,9 +4,10 @@
 // kTokens, are its N: nothing is multiplied in vain. A block has kMmaM * 64 columns of b and a share of K:
 //
 //   one warp        fills a ring of stages by TMA, kBlocksK boxes of 128 bytes of K deep
-//   one warpgroup   multiplies, one group of products in flight
-//   kSplitK blocks  of a cluster share K. Each leaves its sums in its shared memory; then each adds up a part of them all, in the
-//                   order of the blocks, and finishes the outputs: eight neighbours of a row per thread
+//   kGroups warpgroups take every kGroups-th stage each, with one group of products in flight: a small WGMMA takes as long as the
+//                   one before it on the same sums takes to finish, so one warpgroup alone cannot keep up with memory
+//   kSplitK blocks  of a cluster share K. Each warpgroup leaves its sums in shared memory; then each block adds up a part of them
+//                   all, in a fixed order, and finishes the outputs: eight neighbours of a row per thread
 //
 // A gated activation has kRows / 2 columns of the gate and as many of the up half in a block, or pairs where they alternate.
 #pragma once
@@ -42,19 +43,21 @@ struct SkinnySm90Params {
 };
 
 // `Options` is the rendered file's struct of compile-time constants: Element (of a, b), Out, Bias, C; kMmaM, kTokens, kStages,
-// kBlocksK, kSplitK; kRowB (row order of b); kBias, kActivation, kGate, kAccumulate, kScales, kPromote, kVectorOut
+// kBlocksK, kGroups, kSplitK; kRowB (row order of b); kBias, kActivation, kGate, kAccumulate, kScales, kPromote, kVectorOut
 template <class Options>
 struct SkinnySm90 : Options {
   using T = typename Options::Element;
   using Out = typename Options::Out;
   using Options::kBlocksK;
+  using Options::kGroups;
   using Options::kMmaM;
   using Options::kPromote;
   using Options::kSplitK;
   using Options::kStages;
   using Options::kTokens;
 
-  static constexpr int kThreads = kWarpgroupThreads + kWarpSize;
+  static constexpr int kConsumerThreads = kGroups * kWarpgroupThreads;
+  static constexpr int kThreads = kConsumerThreads + kWarpSize;
   static constexpr int kRows = kMmaM * kMmaRows;  // columns of b
   static constexpr int kDepth = kSwizzleRowBytes / static_cast<int>(sizeof(T));
   static constexpr bool kMajorK = !Options::kRowB;
@@ -71,7 +74,7 @@ struct SkinnySm90 : Options {
   static constexpr int kStageBytes = kBlocksK * (TileA::kBytes + TileB::kBytes);
   static constexpr int kPitch = kRows + 4;  // of the sums, in floats: the lanes of a warp write to different banks
   static constexpr int kSumBytes = kTokens * kPitch * 4;
-  static constexpr int kBarriersAt = max_of(kStages * kStageBytes, round_up(kSumBytes, 128));
+  static constexpr int kBarriersAt = max_of(kStages * kStageBytes, round_up(kGroups * kSumBytes, 128));
   static constexpr int kSharedBytes = kBarriersAt + round_up(Ring::kBytes, 128);
   static constexpr int kBoxB = kMajorK ? (kSplit ? kRows / 2 : kRows) : TileB::kRowElements;
 
@@ -126,8 +129,10 @@ struct SkinnySm90 : Options {
     for (int m = 0; m < kMmaM; ++m) hold(sums[m]);
   }
 
-  __device__ static void accumulate(Sums& totals, const Ring& ring, uint32_t shared, int steps) {
+  // The products of every kGroups-th of `steps` stages.
+  __device__ static void accumulate(Sums& totals, const Ring& ring, uint32_t shared, int group, int steps) {
     typename Ring::Position at;
+    at.skip(group);
 #pragma unroll
     for (int m = 0; m < kMmaM; ++m) {
 #pragma unroll
@@ -136,7 +141,7 @@ struct SkinnySm90 : Options {
     if constexpr (kPromote) {
       // The tensor core adds fp8 products up with some 14 bits: 128 of K from zero, then to the float32 totals.
       Sums sums;
-      for (int step = 0; step < steps; ++step) {
+      for (int step = group; step < steps; step += kGroups) {
         ring.wait_full(at);
 #pragma unroll
         for (int block = 0; block < kBlocksK; ++block) {
@@ -153,32 +158,32 @@ struct SkinnySm90 : Options {
           }
         }
         ring.release(at.stage);
-        at.advance();
+        at.skip(kGroups);
       }
     } else {
       int unread = 0;
-      for (int step = 0; step < steps; ++step) {
+      for (int step = group; step < steps; step += kGroups) {
         ring.wait_full(at);
         hold_all(totals);
         wgmma_fence();
 #pragma unroll
         for (int block = 0; block < kBlocksK; ++block) multiply(totals, shared + at.stage * kStageBytes, block, true);
         wgmma_commit();
-        if (step > 0) {
+        if (step > group) {
           wgmma_wait<1>();
           ring.release(unread);
         }
         unread = at.stage;
-        at.advance();
+        at.skip(kGroups);
       }
       wgmma_wait<0>();
       hold_all(totals);
     }
   }
 
-  // Sums of the block to shared memory: [token][column of the tile].
+  // Sums of a warpgroup to shared memory: [token][column of the tile].
   __device__ static void leave_sums(const Sums& sums, uint32_t shared) {
-    const int lane = lane_id(), column = threadIdx.x / 32 * 16 + lane / 4;
+    const int lane = lane_id(), column = threadIdx.x / 32 % 4 * 16 + lane / 4;
 #pragma unroll
     for (int m = 0; m < kMmaM; ++m) {
 #pragma unroll
@@ -190,7 +195,7 @@ struct SkinnySm90 : Options {
     }
   }
 
-  // Eight neighbouring sums of a token over all blocks of the cluster, scaled, with bias.
+  // Eight neighbouring sums of a token over all warpgroups of the cluster, scaled, with bias.
   __device__ static void collect(float (&x)[8], const SkinnySm90Params& p, uint32_t shared, int token, int row, int column) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[i] = 0.0f;
@@ -198,9 +203,12 @@ struct SkinnySm90 : Options {
 #pragma unroll
     for (int block = 0; block < kSplitK; ++block) {
       const uint32_t remote = cluster_address(source, block);
-      const float4 low = load_cluster(remote), high = load_cluster(remote + 16);
-      x[0] += low.x, x[1] += low.y, x[2] += low.z, x[3] += low.w;
-      x[4] += high.x, x[5] += high.y, x[6] += high.z, x[7] += high.w;
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        const float4 low = load_cluster(remote + group * kSumBytes), high = load_cluster(remote + group * kSumBytes + 16);
+        x[0] += low.x, x[1] += low.y, x[2] += low.z, x[3] += low.w;
+        x[4] += high.x, x[5] += high.y, x[6] += high.z, x[7] += high.w;
+      }
     }
     if constexpr (Options::kScales || Options::kBias) {
       const float scale_a = Options::kScales ? p.scale_a[static_cast<int64_t>(token) * p.scale_a_row] : 1.0f;
@@ -270,14 +278,14 @@ struct SkinnySm90 : Options {
     wait_for_previous_kernel();
     start_next_kernel();
     const int begin = min(rank * p.per_block, p.stages), end = min(begin + p.per_block, p.stages);
-    if (warp == 4) {
+    if (warp == 4 * kGroups) {
       if (elect_one()) produce(p, ring, shared, first_output, batch, begin, end);
       __syncwarp();
     } else {
       Sums sums;
-      accumulate(sums, ring, shared, end - begin);
-      named_barrier_sync(1, kWarpgroupThreads);  // all warps have read the last stages, which the sums overwrite
-      leave_sums(sums, shared);
+      accumulate(sums, ring, shared, warp / 4, end - begin);
+      named_barrier_sync(1, kConsumerThreads);  // all warps have read the last stages, which the sums overwrite
+      leave_sums(sums, shared + warp / 4 * kSumBytes);
     }
     if constexpr (kSplitK > 1) {
       cluster_sync();
