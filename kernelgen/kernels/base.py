@@ -44,6 +44,7 @@ class KernelFamily:
                 and returns the closure that a repeated call uses; it may only re-read addresses
     coverage    () -> (problem, config or None) pairs that together reach every branch of the template; tests and
                 the compile-everything check walk it
+    capabilities  of the GPUs that it is written for; empty: any that ``supports`` takes
     division    planned attention: (problem, target, config) -> Division, how a batch is cut into items
     """
 
@@ -58,6 +59,7 @@ class KernelFamily:
     bind: Callable[[Any, Any, Any, Any], Callable[[Any], None]]
     coverage: Callable[[], Iterable[tuple[Any, Any]]]
     division: Callable[[Any, Target, Any], Division] | None = None
+    capabilities: tuple[int, ...] = ()
 
 
 # op -> modules whose FAMILY runs it, imported when the op is first used. Those of CPU kernels end in _cpu.

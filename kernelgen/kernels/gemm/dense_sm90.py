@@ -251,5 +251,5 @@ def coverage() -> Iterable[tuple[GemmProblem, Config | None]]:
 
 FAMILY = KernelFamily(
     name="gemm/dense_sm90", op="gemm", target_kind="cuda", toolchain="nvrtc", supports=supports, candidates=candidates,
-    legal=legal, spec=spec, bind=bind, coverage=coverage,
+    legal=legal, spec=spec, bind=bind, coverage=coverage, capabilities=(90,),
 )
