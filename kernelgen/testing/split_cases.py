@@ -1,4 +1,4 @@
-"""Dense and ragged calls that together take every path of attention/split_mma, for the emulator and for a GPU."""
+"""Dense and ragged calls that together take every path of attention/split_mma, for the emulator and for a GPU, and of split_cpu."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch
 
 from kernelgen import reference
 from kernelgen.dtypes import DTYPES
-from kernelgen.kernels.attention import split_mma
+from kernelgen.kernels.attention import cut
+from kernelgen.kernels.attention.cut import SplitConfig
 from kernelgen.kernels.attention.mma import Config
 from kernelgen.kernels.attention.schedule import Division
-from kernelgen.kernels.attention.split_mma import SplitConfig
+from kernelgen.kernels.base import KernelFamily
 from kernelgen.ops.attention import Features, _describe
 from kernelgen.reference.masks import Variant, pack_mask
 from kernelgen.reference.plain import attention_plain, attention_varlen_plain
@@ -110,10 +111,10 @@ def _features(c: Call, device: str) -> dict[str, Any]:
 
 
 def run_split(
-    c: Call, config: Config, division: Division, target: Any, load: Callable[[Any], Any], device: str = "cpu",
+    c: Call, family: KernelFamily, config: SplitConfig, target: Any, load: Callable[[Any], Any], device: str = "cpu",
     change: Callable[[list[torch.Tensor]], list[torch.Tensor]] = lambda tensors: tensors,
 ) -> torch.Tensor:
-    """Run a call twice through one config, into poisoned memory; against the reference and itself. Returns the output.
+    """Run a call twice through one config of a family, into poisoned memory; against the reference and itself. Returns the output.
 
     ``load``: spec -> kernel; ``change`` may put q, k and v elsewhere in memory.
     """
@@ -128,13 +129,12 @@ def run_split(
         out, lse = poisoned_empty((*q.shape[:-1], v.shape[-1]), out_type, device), poisoned_empty(lse_shape, torch.float32, device)
         features = Features(**given, return_lse=True, batch_invariant=c.batch_invariant)
         problem, tensors = _describe(q, k, v, cu_q, cu_k, features, out, lse, "generated")
-        chosen = SplitConfig(config, division)
-        for verdict in (split_mma.supports(problem, target), split_mma.legal(problem, target, chosen)):
+        for verdict in (family.supports(problem, target), family.legal(problem, target, config)):
             assert verdict, verdict.reason
-        with mock.patch.object(split_mma, "workspace", lambda count, device: poisoned_empty((count,), torch.float32, device)):
-            split_mma.bind(problem, chosen, load(split_mma.spec(problem, target, chosen)), tensors)(tensors)
+        with mock.patch.object(cut, "workspace", lambda count, device: poisoned_empty((count,), torch.float32, device)):
+            family.bind(problem, config, load(family.spec(problem, target, config)), tensors)(tensors)
         results.append((out, lse))
-    what = f"{c} {chosen}"
+    what = f"{c} {config}"
     (out, lse), (again, lse_again) = results
     assert_bits_equal(again, out, what=f"{what}, second run")
     assert_bits_equal(lse_again, lse, what=f"{what}, second run's lse")
@@ -154,7 +154,7 @@ ROWS_16, ROWS_64, KEY_WARPS = Config(16, 32, 1, 3), Config(64, 32, 4, 2), Config
 CHOSEN, FIXED, WHOLE = Division(16, 9, 64), Division(16, 1, 64, 128), Division(16, 1)
 CHOSEN_64, FIXED_64 = Division(64, 7, 64), Division(64, 1, 64, 128)
 
-# name -> (call, config, division). Divisions of few slots: short keys are split, too.
+# name -> (call, tile of split_mma, division). Divisions of few slots: short keys are split, too.
 CASES: dict[str, tuple[Call, Config, Division]] = {
     "lengths of the host": (Call((1,) * 3, (300,) * 3, sinks=True), ROWS_16, CHOSEN),
     "lengths of the device": (Call((1,) * 5, (300,) * 5, kv_lens=(300, 0, 17, 999, -3), sinks=True), ROWS_16, CHOSEN),

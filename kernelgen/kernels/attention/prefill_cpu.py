@@ -63,10 +63,15 @@ def tiling_of(problem: AttentionProblem, target: Target) -> Tiling:
 
 def supports(problem: AttentionProblem, target: Target) -> Verdict:
     """Can this kernel run the problem on the target at all?"""
+    return supports_named(problem, target, "prefill_cpu")
+
+
+def supports_named(problem: AttentionProblem, target: Target, name: str) -> Verdict:
+    """What the body asks of a dense or ragged call; ``name``: whose verdict it becomes."""
     p = problem
     fp8_query = p.q_dtype in FP8_DTYPES
     return first_no(
-        (target.kind == "cpu", f"prefill_cpu needs a CPU, got {target}"),
+        (target.kind == "cpu", f"{name} needs a CPU, got {target}"),
         (dtypes_fit(p.q_dtype, p.kv_dtype),
          f"q dtype {p.q_dtype} with key/value dtype {p.kv_dtype} is neither one wide type nor fp8 keys and values"),
         (p.out_dtype in (("bf16", "fp16", "fp32") if fp8_query else (p.q_dtype,)),
@@ -76,10 +81,10 @@ def supports(problem: AttentionProblem, target: Target) -> Verdict:
         (p.num_kv_heads > 0 and p.num_q_heads % p.num_kv_heads == 0,
          f"{p.num_q_heads} query heads are not a multiple of {p.num_kv_heads} key/value heads"),
         (p.mask in DENSE_MASKS, f"mask={p.mask} is not one of {', '.join(map(str, DENSE_MASKS))}"),
-        (not p.block_mask, "block_mask is not in prefill_cpu"),
+        (not p.block_mask, f"block_mask is not in {name}"),
         (not isinstance(p.variant, str), f"variant {p.variant} cannot be traced"),
         (getattr(p.variant, "normalization", "softmax") == "softmax", f"variant {p.variant} has no softmax"),
-        (not p.requires_grad, "requires_grad: prefill_cpu has no backward"),
+        (not p.requires_grad, f"requires_grad: {name} has no backward"),
     )
 
 
@@ -107,17 +112,17 @@ def legal(problem: AttentionProblem, target: Target, config: Config) -> Verdict:
 
 # Keys of a tile. 64 costs 1 - 3 %, 256 gains nothing and needs twice the scratch (Zen 4, fp32 and bf16, D 128, 512 and
 # 2048 tokens; docs/design/cpu_attention.md).
-_BLOCK_K = 128
+BLOCK_K = 128
 # Panels of a task, best first. More rows share a packed tile: 2 panels cost 4 - 10 % against 8, 16 and 32 gain up to
 # 3 % on long full attention, and need 1 MB of L2 beside the tile.
-_PANELS = (8, 4, 2, 1)
+PANELS = (8, 4, 2, 1)
 _TASKS_PER_THREAD = 4  # below that, shorter tasks: an uneven end would cost more than packing twice
 
 
 def candidates(problem: AttentionProblem, target: Target) -> Iterator[Config]:
     """Legal configs, best guess first. They differ in task_rows alone: same binary, same bits."""
     panel = tiling_of(problem, target).panel_rows
-    configs = [Config(count * panel, _BLOCK_K) for count in _PANELS]
+    configs = [Config(count * panel, BLOCK_K) for count in PANELS]
     enough = [c for c in configs if _num_tasks(problem, c) >= _TASKS_PER_THREAD * target.sm_count]
     first = enough[0] if enough else configs[-1]
     for config in (first, *(c for c in configs if c != first)):
@@ -146,7 +151,7 @@ def _num_tasks(problem: AttentionProblem, config: Config) -> int:
     return -(-rows // config.task_rows) * problem.batch * problem.num_kv_heads
 
 
-def _scalars(problem: AttentionProblem, config: Config, t: AttentionTensors) -> dict[str, int | float]:
+def scalars_of(problem: AttentionProblem, config: Config, t: AttentionTensors) -> dict[str, int | float]:
     """Everything of Params that is fixed by shapes, strides and scalars."""
     values = dict(NO_SCALARS)
     for name, tensor in (("q", t.q), ("k", t.k), ("v", t.v), ("out", t.out)):
@@ -184,8 +189,17 @@ def bind(
     """
     launch = kernel.prepare(phases=((0, _num_tasks(problem, config)),),
                             scratch_bytes=scratch_bytes(problem, kernel.spec.target, config))
-    tail = PARAMS.pack_scalars(_scalars(problem, config, tensors))
-    pack = PARAMS.pointer_packer.pack
+    tail = PARAMS.pack_scalars(scalars_of(problem, config, tensors))
+    pack, gather = PARAMS.pointer_packer.pack, gather_addresses(problem)
+
+    def run(t: AttentionTensors) -> None:
+        launch(pack(*gather(t), 0, 0) + tail)
+
+    return run
+
+
+def gather_addresses(problem: AttentionProblem) -> Callable[[AttentionTensors], list[int]]:
+    """What reads the addresses of a call, in the order of Params, without the two of partial results, which come last."""
     ragged, scaled = problem.layout == "ragged", problem.scales is not None
     rest = (
         address(lambda t: t.lse, problem.return_lse), address(lambda t: t.cu_seqlens_q, ragged),
@@ -195,12 +209,12 @@ def bind(
         address(lambda t: t.q_scale, scaled), address(lambda t: t.k_scale, scaled), address(lambda t: t.v_scale, scaled),
         address(lambda t: t.variant_words, problem.variant is not None),
     )
-    plans_only = (0,) * (len(PARAMS.pointers) - 4 - len(rest))
+    plans_only = (0,) * (len(PARAMS.pointers) - 2 - 4 - len(rest))
 
-    def run(t: AttentionTensors) -> None:
-        launch(pack(t.q.data_ptr(), t.k.data_ptr(), t.v.data_ptr(), t.out.data_ptr(), *[of(t) for of in rest], *plans_only) + tail)
+    def gather(t: AttentionTensors) -> list[int]:
+        return [t.q.data_ptr(), t.k.data_ptr(), t.v.data_ptr(), t.out.data_ptr(), *[of(t) for of in rest], *plans_only]
 
-    return run
+    return gather
 
 
 def coverage() -> Iterable[tuple[AttentionProblem, Config | None]]:

@@ -18,10 +18,11 @@ import numpy as np
 import pytest
 import torch
 
+from kernelgen.dispatch.select import choose
 from kernelgen.kernels.attention import split_mma
+from kernelgen.kernels.attention.cut import Cut, SplitConfig, cut_of, keys_in_sight
 from kernelgen.kernels.attention.mma import Config
 from kernelgen.kernels.attention.schedule import Division, make_schedule
-from kernelgen.kernels.attention.split_mma import SplitConfig, cut_of, keys_in_sight
 from kernelgen.problems.attention import AttentionProblem
 from kernelgen.settings import settings
 from kernelgen.specs import KernelSpec
@@ -89,11 +90,11 @@ def test_the_bounds_hold_for_any_lengths() -> None:
 
 def test_requests_that_fill_the_device_are_not_split() -> None:
     division = Division(16, 66)
-    assert cut_of(BASE, division) == split_mma.Cut(0, 0, 67, True)
-    assert cut_of(replace(BASE, batch=66), division) == split_mma.Cut(32768, 1, 66, False)
+    assert cut_of(BASE, division) == Cut(0, 0, 67, True)
+    assert cut_of(replace(BASE, batch=66), division) == Cut(32768, 1, 66, False)
     assert cut_of(replace(BASE, batch=2000), Division(16, 5000)).splits == 1, "more than a block looks through"
-    assert cut_of(replace(BASE, kv_lens=False), division) == split_mma.Cut(512, 64, 64, True)
-    assert cut_of(replace(BASE, seq_k=200, kv_lens=False), division) == split_mma.Cut(256, 1, 1, False)
+    assert cut_of(replace(BASE, kv_lens=False), division) == Cut(512, 64, 64, True)
+    assert cut_of(replace(BASE, seq_k=200, kv_lens=False), division) == Cut(256, 1, 1, False)
     for empty in ({"batch": 0}, {"seq_q": 0}, {"seq_k": 0}):
         for problem in (BASE, RAGGED, replace(BASE, kv_lens=False)):
             cut = cut_of(replace(problem, **empty), division)  # type: ignore[arg-type]
@@ -165,6 +166,38 @@ def test_every_head_dim_has_a_config(arch: str, kv_dtype: str) -> None:
             assert split_mma.supports(problem, target) and config is not None, f"head dims {d}/{dv} and {rows} rows on {arch}"
 
 
+# ---- rules
+
+
+@pytest.mark.parametrize("change, chosen", [
+    ({}, "split"), ({"kv_lens": False}, "split"), ({"batch": 32}, "split"), ({"num_kv_heads": 32}, "split"), ({"mask": "dense"}, "split"),
+    ({"kv_dtype": "e4m3", "scales": "head"}, "split"), ({"window": (4000, None), "causal": True}, "split"),
+    ({"seq_q": 64, "num_q_heads": 8, "causal": True}, "split"), ({"seq_q": 512, "num_q_heads": 8, "causal": True}, "split"),
+    ({"layout": "ragged", "batch": 4, "seq_q": 4}, "split"), ({"layout": "ragged", "batch": 1024, "seq_q": 1024, "seq_k": 2**22}, "split"),
+    ({"seq_k": 511}, "prefill"), ({"window": (500, None), "causal": True}, "prefill"), ({"seq_q": 4096, "causal": True}, "prefill"),
+    ({"seq_q": 64, "batch": 8}, "prefill"), ({"seq_q": 1000, "seq_k": 3000, "num_q_heads": 1, "num_kv_heads": 1}, "prefill"),
+    ({"layout": "ragged", "batch": 4, "seq_q": 8000}, "prefill"),
+    ({"layout": "ragged", "batch": 5000, "seq_q": 5000, "seq_k": 2**24}, "prefill"),
+    ({"batch_invariant": True}, "split"), ({"batch_invariant": True, "seq_k": 100}, "split"),
+    ({"batch_invariant": True, "seq_q": 64, "num_q_heads": 8}, "prefill"),
+    ({"batch_invariant": True, "layout": "ragged", "seq_q": 4}, "prefill"),
+], ids=str)
+def test_what_is_chosen(change: dict[str, Any], chosen: str) -> None:
+    decision = choose(replace(BASE, **change), TARGET, live=False)
+    assert decision.chosen is not None and decision.chosen.kernel == f"attention/{chosen}_mma", decision
+
+
+def test_invariant_calls_take_one_kernel_whatever_the_batch() -> None:
+    for rows in (1, 3, 40):
+        labels = set()
+        for batch, keys in ((1, 100), (3, 5000), (400, 100_000)):
+            problem = replace(BASE, batch_invariant=True, seq_q=rows, batch=batch, seq_k=keys)
+            chosen = choose(problem, TARGET, live=False).chosen
+            assert chosen is not None
+            labels.add((chosen.kernel, str(chosen.config)))
+        assert len(labels) == 1
+
+
 # ---- compilation
 
 
@@ -205,7 +238,8 @@ def folder() -> Path:
 def test_emulated(name: str, folder: Path) -> None:
     call, config, division = CASES[name]
     for lazy in (False, True):
-        run_split(call, config, division, TARGET, lambda spec, lazy=lazy: EmulatedKernel(spec, folder, lazy, call.seed))
+        run_split(call, split_mma.FAMILY, SplitConfig(config, division), TARGET,
+                  lambda spec, lazy=lazy: EmulatedKernel(spec, folder, lazy, call.seed))
 
 
 @needs_gxx
@@ -225,7 +259,7 @@ def test_offsets_beyond_2_to_the_31_elements(folder: Path) -> None:
             views.append(view)
         return [q, *views]
 
-    run_split(call, config, division, TARGET, lambda spec: EmulatedKernel(spec, folder), change=spread)
+    run_split(call, split_mma.FAMILY, SplitConfig(config, division), TARGET, lambda spec: EmulatedKernel(spec, folder), change=spread)
 
 
 if __name__ == "__main__":
