@@ -30,6 +30,7 @@ from kernelgen.targets import Target
 from kernelgen.testing.cuda_emulator import EmulatedKernel
 from kernelgen.testing.resources import ARCHS, assert_within_table, compiled, covered, measured
 from kernelgen.testing.split_cases import CASES, run_split
+from kernelgen.testing.tolerance import assert_bits_equal
 
 TABLE = Path(__file__).with_name("ptxas_attention_split_mma.json")
 TABLE_ARCHS = ("sm_80", "sm_90a")
@@ -240,6 +241,15 @@ def test_emulated(name: str, folder: Path) -> None:
     for lazy in (False, True):
         run_split(call, split_mma.FAMILY, SplitConfig(config, division), TARGET,
                   lambda spec, lazy=lazy: EmulatedKernel(spec, folder, lazy, call.seed))
+
+
+@needs_gxx
+def test_equal_lengths_give_the_bits_of_no_lengths(folder: Path) -> None:
+    """Blocks cut by the formula that the host has."""
+    call, config, division = CASES["lengths of the host"]
+    outs = [run_split(c, split_mma.FAMILY, SplitConfig(config, division), TARGET, lambda spec: EmulatedKernel(spec, folder))
+            for c in (call, replace(call, kv_lens=call.k_lens))]
+    assert_bits_equal(outs[1], outs[0], what=str(call))
 
 
 @needs_gxx
