@@ -162,7 +162,7 @@ CASES: dict[str, tuple[Call, Config, Division]] = {
     "no split": (Call((1,) * 3, (150,) * 3, kv_lens=(150, 0, 64), alibi=True), ROWS_16, WHOLE),
     "more than 32 requests": (Call((1,) * 70, (200,) * 70, heads=(2, 1), kv_lens=tuple(i * 37 % 201 for i in range(70))), ROWS_16,
                               Division(16, 90, 64)),
-    "invariant": (Call((1,) * 3, (300,) * 3, kv_lens=(300, 5, 129), batch_invariant=True), ROWS_16, FIXED),
+    "invariant": (Call((9,) * 3, (300,) * 3, kv_lens=(300, 5, 129), causal=False, batch_invariant=True), ROWS_16, FIXED),
     "invariant same lengths": (Call((2,) * 2, (300,) * 2, heads=(7, 1), batch_invariant=True), ROWS_16, FIXED),
     "key warps": (Call((3,) * 2, (250,) * 2, heads=(8, 1), kv_lens=(250, 64), poison=(NAN, INF, -INF)), KEY_WARPS, CHOSEN),
     "rows": (Call((70,) * 2, (333,) * 2, kv_lens=(333, 40), soft_cap=5.0), ROWS_64, CHOSEN_64),

@@ -38,8 +38,8 @@ TARGET = Target.parse("sm_90a")
 BASE = AttentionProblem("dense", 1, 1, 32768, 32, 8, 128, 128, "bf16", "bf16", "bf16", kv_lens=True)
 RAGGED = replace(BASE, layout="ragged", batch=4, seq_q=4)
 # The others of CASES take part under --full, and on a GPU; each here costs several seconds of g++.
-EMULATED = ("lengths of the host", "lengths of the device", "more than 32 requests", "window", "dense mask", "fp8", "ragged kv_lens",
-            "ragged invariant", "views")
+EMULATED = ("lengths of the host", "lengths of the device", "more than 32 requests", "invariant", "window", "dense mask", "fp8",
+            "ragged kv_lens", "ragged invariant", "views")
 
 needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
