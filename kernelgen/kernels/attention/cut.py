@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
-from kernelgen.kernels.attention.schedule import CHUNK_UNIT, Division, item_bound, make_schedule
+from kernelgen.kernels.attention.schedule import CHUNK_UNIT, Division, chunk_for, item_bound
 from kernelgen.problems.attention import AttentionProblem
 
 # Where it has to, each warp of a GPU reads the lengths of so many requests at most, 32 at a time. A batch of that size has work for
@@ -59,15 +58,14 @@ def keys_in_sight(problem: AttentionProblem) -> int:
 
 
 def cut_of(problem: AttentionProblem, division: Division) -> Cut:
-    """Where lengths are on the device: what the host can tell, and bounds for the rest."""
+    """The cut of a call; where lengths are on the device, what the host can tell, and bounds for the rest."""
     p, keys = problem, keys_in_sight(problem)
     if p.layout == "ragged":
         return _cut_of_ragged(p, division, keys)
     tiles = -(-p.seq_q * p.group_size // division.block_rows)
     whole = max(-(-keys // CHUNK_UNIT), 1) * CHUNK_UNIT
     if division.fixed_chunk or not p.kv_lens:
-        lengths = np.full(p.batch, keys, np.int32)
-        chunk = division.fixed_chunk or make_schedule(p.seq_q, lengths, p.group_size, division).chunk
+        chunk = division.fixed_chunk or chunk_for(p.batch * tiles, p.batch * tiles * keys, keys, division)
     elif not 0 < p.batch * tiles < division.slots or p.batch > MAX_SCANNED:
         chunk = whole
     else:

@@ -142,7 +142,7 @@ def configs_for(problem: Problem, rows: int | None) -> tuple[Config, ...]:
         widest = max(problem.head_dim, problem.head_dim_v)
         row = (*next(configs for limit, configs in prefill_mma.TABLE if widest <= limit), *MIXED)
     splits = 2 if problem.head_dim_v > 256 else 1
-    return tuple(replace(config, value_splits=splits) for config in row)
+    return tuple(config if config.value_splits == splits else replace(config, value_splits=splits) for config in row)
 
 
 def candidates(problem: PagedAttentionProblem, target: Target) -> Iterator[Config]:

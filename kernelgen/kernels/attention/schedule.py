@@ -60,11 +60,16 @@ def make_schedule(q_lens: Ints | int, kv_lens: Ints, group_size: int, division: 
 
 
 def _chunk(tiles: npt.NDArray[np.int64] | int, kv_lens: Ints, longest: int, division: Division) -> int:
-    """A chunk such that about ``slots`` items result: the total work spread over the free places, rounded up."""
+    if isinstance(tiles, int):
+        return chunk_for(tiles * len(kv_lens), tiles * int(kv_lens.sum()), longest, division)
+    return chunk_for(int(tiles.sum()), int(tiles @ kv_lens), longest, division)
+
+
+def chunk_for(tiles: int, work: int, longest: int, division: Division) -> int:
+    """A chunk such that about ``slots`` items result: ``work``, the sum of tiles x keys, spread over the free places, rounded up."""
     whole = max(_round_up(longest), CHUNK_UNIT)
-    if (tiles * len(kv_lens) if isinstance(tiles, int) else int(tiles.sum())) >= division.slots:
+    if tiles >= division.slots:
         return whole  # enough items without any split
-    work = tiles * int(kv_lens.sum()) if isinstance(tiles, int) else int(tiles @ kv_lens)
     return min(whole, max(_round_up(-(-work // division.slots)), division.min_chunk))
 
 
