@@ -60,9 +60,11 @@ def make_schedule(q_lens: Ints | int, kv_lens: Ints, group_size: int, division: 
 
 
 def _chunk(tiles: npt.NDArray[np.int64] | int, kv_lens: Ints, longest: int, division: Division) -> int:
-    if isinstance(tiles, int):
-        return chunk_for(tiles * len(kv_lens), tiles * int(kv_lens.sum()), longest, division)
-    return chunk_for(int(tiles.sum()), int(tiles @ kv_lens), longest, division)
+    total = tiles * len(kv_lens) if isinstance(tiles, int) else int(tiles.sum())
+    if total >= division.slots:
+        return chunk_for(total, 0, longest, division)  # the work makes no difference
+    work = tiles * int(kv_lens.sum()) if isinstance(tiles, int) else int(tiles @ kv_lens)
+    return chunk_for(total, work, longest, division)
 
 
 def chunk_for(tiles: int, work: int, longest: int, division: Division) -> int:
