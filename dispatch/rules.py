@@ -47,12 +47,14 @@ def _cudnn_attention(p: Any) -> bool:
 # When dense and ragged attention splits its keys over SMs or threads. Reasoned from the measured kernels (docs/design/
 # attention_inference.md), not measured as thresholds.
 #
-# DECODE_ROWS     packed rows of a request (queries x heads of a group) that one tile holds: keys are read once for all of them, where
-#                 prefill_mma reads them for each query head, and with a tile that is mostly empty
+# DECODE_QUERIES  of a request: a quarter of prefill_mma's smallest tile, which is mostly empty then
+# PACKED_ROWS     queries x heads of a group that one tile of split_mma holds: keys are read once for all of them, where prefill_mma
+#                 reads them for each query head
 # LONG_KEYS       keys from which there is something to split: two of the shortest chunks
 # KEYS_PER_QUERY  for more rows: below it the partial results cost as much as the keys
-# TILE_ROWS       queries of prefill_mma's tile where there are few;  PANEL_ROWS: packed rows of prefill_cpu's shortest task
-DECODE_ROWS, LONG_KEYS, KEYS_PER_QUERY, TILE_ROWS, PANEL_ROWS = 16, 512, 4, 64, 32
+# TILE_ROWS       queries of prefill_mma's tile where there are few
+# PANEL_ROWS      packed rows of prefill_cpu's shortest task
+DECODE_QUERIES, PACKED_ROWS, LONG_KEYS, KEYS_PER_QUERY, TILE_ROWS, PANEL_ROWS = 16, 64, 512, 4, 64, 32
 
 
 def _lengths(p: Any) -> tuple[int, int]:
@@ -65,9 +67,8 @@ def _lengths(p: Any) -> tuple[int, int]:
 def _decode(p: Any) -> bool:
     """Few rows over long keys. A batch-invariant call may not look at what the batch decides: means, and how long the cache is."""
     queries, keys = _lengths(p)
-    if p.batch_invariant:
-        return p.layout == "dense" and queries * p.group_size <= DECODE_ROWS
-    return queries * p.group_size <= DECODE_ROWS and keys >= LONG_KEYS
+    few = queries <= DECODE_QUERIES and queries * p.group_size <= PACKED_ROWS
+    return few and (p.layout == "dense" if p.batch_invariant else keys >= LONG_KEYS)
 
 
 def _few_tiles(p: Any, target: Target) -> bool:
