@@ -140,6 +140,9 @@ def make_problem(spec: Spec, index: int) -> Problem:
     batch = rng.choice((1, 2, 3, 5))
     longest_q, longest_k = rng.choice(((1, 400), (1, 70), (5, 200), (60, 60), (90, 150), (40, 9)))
     q_lens, k_lens = data.random_lengths(batch, longest_q, seed=seed), data.random_lengths(batch, longest_k, seed=seed + 1)
+    if spec.layout in ("dense", "ragged") and index % 6 == 2:  # few queries over long keys, which are split
+        shortest = 600 if spec.layout == "dense" else 0
+        q_lens, k_lens = (data.random_lengths(batch, n, seed=seed + 2, shortest=low) for n, low in ((3, 0), (1500, shortest)))
     if spec.layout == "dense":
         q_lens, k_lens = [max(q_lens[0], 1)] * batch, [max(k_lens[0], 1)] * batch
     planned = spec.layout in ("paged", "mla")

@@ -35,7 +35,8 @@ PARAMS = ParamStruct((
     ("v_scale_batch", "i64"), ("v_scale_head", "i64"),
     ("q_rope_row", "i64"), ("q_rope_head", "i64"), ("k_rope_page", "i64"), ("k_rope_row", "i64"),
     ("batch", "i64"), ("seq_q", "i64"), ("seq_k", "i64"), ("num_kv_heads", "i64"), ("group_size", "i64"),
-    ("task_rows", "i64"), ("page_size", "i64"), ("page_shift", "i64"), ("window_left", "i64"), ("window_right", "i64"),
+    ("task_rows", "i64"), ("page_size", "i64"), ("page_shift", "i64"),
+    ("split_chunk", "i64"), ("splits", "i64"), ("slots", "i64"), ("min_chunk", "i64"), ("window_left", "i64"), ("window_right", "i64"),
     ("scale", "f64"), ("soft_cap", "f64"), ("v_factor", "f64"),
 ))
 NO_SCALARS: dict[str, int | float] = dict.fromkeys(PARAMS.scalars, 0)

@@ -29,6 +29,7 @@ from kernelgen.kernels.attention.body_cpu import (
 )
 from kernelgen.kernels.attention.schedule import Division
 from kernelgen.kernels.base import KernelFamily
+from kernelgen.problems.attention import AttentionProblem
 from kernelgen.problems.paged import PagedAttentionProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
@@ -96,8 +97,8 @@ def _panels(problem: PagedAttentionProblem, target: Target, panel: int) -> int:
     return enough[0] if enough else useful[-1]
 
 
-def division(problem: PagedAttentionProblem, target: Target, config: Config) -> Division:
-    """How a plan cuts its batch into items.
+def division(problem: AttentionProblem | PagedAttentionProblem, target: Target, config: Config) -> Division:
+    """How a batch is cut into items.
 
     float64 has no second stage: partial results are float32.
     """

@@ -57,23 +57,31 @@ PARAMS = ParamStruct((
 ))
 ENTRY = "attention_prefill_mma"
 
-_MAX_TOKENS = 1 << 29  # positions plus window and lengths stay within int32
+MAX_TOKENS = 1 << 29  # positions plus window and lengths stay within int32
 _MAX_GRID_YZ = 65535
 
 
 def supports(problem: AttentionProblem, target: Target) -> Verdict:
     """Can this kernel run the problem on the target at all?"""
     p = problem
-    out_fits = p.out_dtype in HALVES if p.q_dtype in FP8 else p.out_dtype == p.q_dtype
     return first_no(
-        (target.kind == "cuda" and target.capability >= 80, f"prefill_mma needs sm_80 or later, got {target}"),
-        (bool(common := supports_common(p)), common.reason),
-        (out_fits, f"out dtype {p.out_dtype} does not fit q dtype {p.q_dtype}"),
-        (max(p.seq_q, p.seq_k) <= _MAX_TOKENS, f"sequence of {max(p.seq_q, p.seq_k)} tokens exceeds {_MAX_TOKENS}"),
+        (bool(unplanned := supports_unplanned(p, target, "prefill_mma")), unplanned.reason),
         (p.layout == "ragged" or p.batch <= _MAX_GRID_YZ, f"batch {p.batch} exceeds the {_MAX_GRID_YZ} of a dense grid"),
         (p.num_q_heads <= _MAX_GRID_YZ // 4, f"{p.num_q_heads} query heads exceed {_MAX_GRID_YZ // 4}"),
-        (not p.block_mask, "block_mask is not in prefill_mma"),
-        (not p.requires_grad, "requires_grad: prefill_mma has no backward"),
+    )
+
+
+def supports_unplanned(problem: AttentionProblem, target: Target, name: str) -> Verdict:
+    """What every kernel with mma.sync asks of a dense or ragged call; ``name``: whose verdict it becomes."""
+    p = problem
+    out_fits = p.out_dtype in HALVES if p.q_dtype in FP8 else p.out_dtype == p.q_dtype
+    return first_no(
+        (target.kind == "cuda" and target.capability >= 80, f"{name} needs sm_80 or later, got {target}"),
+        (bool(common := supports_common(p)), common.reason),
+        (out_fits, f"out dtype {p.out_dtype} does not fit q dtype {p.q_dtype}"),
+        (max(p.seq_q, p.seq_k) <= MAX_TOKENS, f"sequence of {max(p.seq_q, p.seq_k)} tokens exceeds {MAX_TOKENS}"),
+        (not p.block_mask, f"block_mask is not in {name}"),
+        (not p.requires_grad, f"requires_grad: {name} has no backward"),
     )
 
 
@@ -160,7 +168,7 @@ def _grid(problem: AttentionProblem, config: Config) -> tuple[int, int, int]:
     return (tiles, heads, problem.batch)
 
 
-def _scalars(problem: AttentionProblem, t: AttentionTensors) -> dict[str, int | float]:
+def scalars_of(problem: AttentionProblem, t: AttentionTensors) -> dict[str, int | float]:
     """Everything of Params that is fixed by shapes, strides and scalars."""
     values: dict[str, int | float] = {}
     for name, tensor in (("q", t.q), ("k", t.k), ("v", t.v), ("out", t.out)):
@@ -190,14 +198,19 @@ def _scalars(problem: AttentionProblem, t: AttentionTensors) -> dict[str, int | 
     return values
 
 
+def check_factor(problem: AttentionProblem, t: AttentionTensors) -> None:
+    """Only the kernels of fp8 values have a factor for them."""
+    if problem.kv_dtype in HALVES and not scaled(problem) and t.v_factor != 1.0:
+        raise NoBackendError(f"v_factor: got {t.v_factor} for {problem.kv_dtype} values without scales, expected 1")
+
+
 def bind(problem: AttentionProblem, config: Config, kernel: Any, tensors: AttentionTensors) -> Callable[[AttentionTensors], None]:
     """The closure of a repeated call: packs addresses, launches."""
     device = tensors.q.device.index or 0
-    if problem.kv_dtype in HALVES and not scaled(problem) and tensors.v_factor != 1.0:
-        raise NoBackendError(f"v_factor: got {tensors.v_factor} for {problem.kv_dtype} values without scales, expected 1")
+    check_factor(problem, tensors)
     launch = kernel.prepare(device, grid=_grid(problem, config), block=(config.threads, 1, 1),
                             shared_memory=shared_memory_of(problem, config))
-    scalars = PARAMS.pack_scalars(_scalars(problem, tensors))
+    scalars = PARAMS.pack_scalars(scalars_of(problem, tensors))
     with_lse, ragged, with_lens = problem.return_lse, problem.layout == "ragged", problem.kv_lens
     pack_plain, pack_rare = struct.Struct(f"<{len(_PLAIN)}Q").pack, struct.Struct(f"<{len(_RARE)}Q").pack
     rare = problem.alibi or problem.sinks or problem.mask or problem.variant or scaled(problem)
