@@ -32,7 +32,7 @@ from kernelgen.ops.planning import (
     to_host,
 )
 from kernelgen.ops.scales import Scale, head_scale, page_scale, split_numbers
-from kernelgen.ops.variants import bind_words, trace_or_name
+from kernelgen.ops.variants import bind_words, check_has_lse, trace_or_name
 from kernelgen.problems.common import alignment_of
 from kernelgen.problems.paged import PagedAttentionProblem
 from kernelgen.reference.checks import check_option
@@ -165,8 +165,8 @@ class AttentionPlan:
         if lse is not None:
             check_output("lse", lse, shape[:2], torch.float32, q.device)
         with_lse = return_lse or lse is not None
-        if with_lse and getattr(self.variant, "normalization", "softmax") == "none":
-            raise SettingsError("return_lse: got True with a variant of normalization 'none', expected False: there is no softmax")
+        if with_lse:
+            check_has_lse(self.variant)
         batch, pages, kind = self._state.arrays.kv_lens.shape[0], k_cache.shape[0], p.kv_scales
         if alibi_slopes is not None:
             _check_alibi(alibi_slopes, batch, p.num_q_heads)
@@ -487,8 +487,8 @@ def _describe(
         **size_classes(batch)._asdict(), num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, head_dim_v=dv,
         q_dtype=dtype_name(q_dtype), kv_dtype=dtype_name(kv_dtype), kv_layout=kv_layout, causal=bool(causal),
         window=check_window(window), soft_cap=bool(soft_cap), alibi=bool(alibi), sinks=bool(sinks), mask=mask,
-        variant=trace_or_name(variant, backend), kv_scales=kv_scales, rotation=rotation is not None, deterministic=deterministic,
-        batch_invariant=batch_invariant,
+        variant=trace_or_name(variant, backend, sinks=bool(sinks)), kv_scales=kv_scales, rotation=rotation is not None,
+        deterministic=deterministic, batch_invariant=batch_invariant,
     )
 
 

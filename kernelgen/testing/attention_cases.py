@@ -24,6 +24,7 @@ from kernelgen.reference.plain import attention_plain, attention_varlen_plain, m
 from kernelgen.testing import data
 from kernelgen.testing.tolerance import assert_close_to_reference, assert_lse_close
 
+WITHOUT_SOFTMAX = ("weight", "sigmoid")  # variants whose scores are the weights: no sinks, no LSE
 FP8 = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
@@ -66,6 +67,8 @@ class Spec:
                         "scales": {"head": "tensor"}.get(self.scales, self.scales)}
         elif self.layout == "dense" and self.mask != "none":
             changes["mask"] = "dense"
+        if changes.get("variant", self.variant) in WITHOUT_SOFTMAX:
+            changes |= {"sinks": False, "lse": False}
         if self.dtype in FP8:
             changes |= {"kv": self.dtype}
         elif self.kv == "same":
@@ -81,7 +84,8 @@ AXES: dict[str, tuple[Any, ...]] = {
     "layout": ("dense", "ragged", "paged", "mla"), "dtype": ("bf16", "fp16", "fp32", "fp64", "e4m3fn"), "kv": ("same", "e4m3fn", "e5m2"),
     "dims": ((128, 128), (64, 64), (72, 40), (192, 128), (8, 24), (256, 256), (64, 512)), "right": ("causal", "none", "window"),
     "left": (False, True), "cap": (False, True), "alibi": (False, True), "sinks": (False, True), "mask": ("none", "flat", "packed"),
-    "variant": ("none", "score", "mask"), "kv_lens": (False, True), "scales": ("none", "number", "tensor", "head", "request_head", "page"),
+    "variant": ("none", "score", "mask", "weight", "sigmoid"), "kv_lens": (False, True),
+    "scales": ("none", "number", "tensor", "head", "request_head", "page"),
     "lse": (True, False), "pages": ("pow2", "contiguous", "any"), "kv_layout": ("NHD", "HND"), "batch_invariant": (False, True),
 }
 
@@ -158,6 +162,11 @@ def make_problem(spec: Spec, index: int) -> Problem:
 def _variant(kind: str, heads: int, seed: int, device: str) -> Variant | None:
     if kind == "none":
         return None
+    if kind == "sigmoid":
+        return kernelgen.variants.sigmoid(-2.0)
+    if kind == "weight":  # of either sign; inf and NaN where the mask hides it
+        return kernelgen.variant(lambda score, ctx: score * ctx.factor / ((ctx.k_pos + ctx.head) % 4),
+                                 lambda ctx: (ctx.k_pos + ctx.head) % 4 != 0, scalars={"factor": 0.75}, normalization="none")
     if kind == "mask":
         return Variant(mask=lambda ctx: ((ctx.k_pos + 2 * ctx.q_pos + ctx.head) % 3 != 1) | (ctx.k_pos == 0))
     slope = data.random_tensor((heads,), seed=seed, device=device)

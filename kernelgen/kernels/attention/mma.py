@@ -120,7 +120,8 @@ def supports_common(problem: Problem) -> Verdict:
          f"{p.num_q_heads} query heads are not a multiple of {p.num_kv_heads} key/value heads"),
         (p.alignment >= (1 if p.kv_dtype in FP8 else 2), f"alignment {p.alignment} is below an element's bytes"),
         (p.variant is None or hasattr(p.variant, "code"), f"variant {p.variant} is not traced"),
-        (getattr(p.variant, "normalization", "softmax") == "softmax", f"variant {p.variant} has no softmax"),
+        (p.softmax or not p.return_lse, f"variant {p.variant} has no softmax and therefore no LSE"),
+        (p.softmax or not p.sinks, f"variant {p.variant} has no softmax that sinks could be a term of"),
     )
 
 

@@ -85,7 +85,8 @@ def supports(problem: PagedAttentionProblem, target: Target) -> Verdict:
         (p.rope_dtype in ("", p.kv_dtype), f"the rope part of the cache is {p.rope_dtype}, the latent part {p.kv_dtype}"),
         (p.mask in PAGED_MASKS, f"mask={p.mask} is not one of {', '.join(map(str, PAGED_MASKS))}"),
         (not isinstance(p.variant, str), f"variant {p.variant} cannot be traced"),
-        (getattr(p.variant, "normalization", "softmax") == "softmax", f"variant {p.variant} has no softmax"),
+        (p.softmax or not p.return_lse, f"variant {p.variant} has no softmax and therefore no LSE"),
+        (p.softmax or not p.sinks, f"variant {p.variant} has no softmax that sinks could be a term of"),
     )
 
 

@@ -78,7 +78,8 @@ def supports(problem: AttentionProblem, target: Target) -> Verdict:
         (p.mask in DENSE_MASKS, f"mask={p.mask} is not one of {', '.join(map(str, DENSE_MASKS))}"),
         (not p.block_mask, "block_mask is not in prefill_cpu"),
         (not isinstance(p.variant, str), f"variant {p.variant} cannot be traced"),
-        (getattr(p.variant, "normalization", "softmax") == "softmax", f"variant {p.variant} has no softmax"),
+        (p.softmax or not p.return_lse, f"variant {p.variant} has no softmax and therefore no LSE"),
+        (p.softmax or not p.sinks, f"variant {p.variant} has no softmax that sinks could be a term of"),
         (not p.requires_grad, "requires_grad: prefill_cpu has no backward"),
     )
 

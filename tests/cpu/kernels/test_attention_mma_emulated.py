@@ -36,7 +36,8 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 TARGET = Target.parse("sm_90a")
 # The others of CASES run on a GPU; each here costs several seconds of g++.
-EMULATED = ("decode split", "decode key warps", "mixed", "everything", "nonfinite", "fp8 page scales fp16", "mla small")
+EMULATED = ("decode split", "decode key warps", "mixed", "everything", "nonfinite", "fp8 page scales fp16", "mla small",
+            "weights", "weights nonfinite", "weights key warps", "weights beyond fp16", "weights fp8 fp16")
 
 
 @pytest.fixture(scope="module")

@@ -419,6 +419,7 @@ class VariantText:
 
 VARIANT = VariantText("""
 struct VariantFunctions {
+  static constexpr bool kSoftmax = true;
   static KERNELGEN_DEVICE float score(float score, const VariantContext& c, const int64_t* args) {
     double weight;
     std::memcpy(&weight, args, 8);

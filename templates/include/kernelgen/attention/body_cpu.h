@@ -26,6 +26,9 @@
 // that some rows see only in part has weight 0 times V there, so its V is searched for NaN and inf first; if there are
 // any, that tile goes through `careful_output`, which selects.
 //
+// A variant may do without the softmax (kSoftmax false): the scores themselves are P^T, 0 where a row does not see a key, and
+// there is neither maximum nor sum.
+//
 // The result of a row depends on nothing but its own request: panels and tiles begin at fixed rows and keys of it, and
 // sums run in key order.
 #pragma once
@@ -272,8 +275,9 @@ struct AttentionCpu {
         s[l] = Options::Variant::score(s[l], Visibility<G>::context(p, t, panel, l, tile + j), p.variant_words);
       }
       for (int v = 0; v < kUsed; ++v) {
-        const Reg x = sight.choose(j, v, V::load(s + v * kLanes), V::broadcast(kMinusInfinity));
-        peak[v] = V::max(x, peak[v]);
+        const Reg unseen = G::kSoftmax ? V::broadcast(kMinusInfinity) : V::zero();
+        const Reg x = sight.choose(j, v, V::load(s + v * kLanes), unseen);
+        if constexpr (G::kSoftmax) peak[v] = V::max(x, peak[v]);
         V::store(s + v * kLanes, x);
       }
     }
@@ -385,7 +389,8 @@ struct AttentionCpu {
       for (int v = 0; v < kUsed; ++v) before[v] = peak[v] = V::load(panel.peak + v * kLanes);
       scores(panel, b, logit, sight, bias, next, begin, end, peak);
       if constexpr (G::kVariant) vary_scores(p, t, panel, b, sight, tile, begin, end, peak);
-      add_weights<kUsed, kDepth == 2>(panel, b, logit, begin, end, before, peak, alpha);
+      if constexpr (G::kSoftmax) add_weights<kUsed, kDepth == 2>(panel, b, logit, begin, end, before, peak, alpha);
+      else keep_weights<kUsed, kDepth == 2>(b, begin, end, alpha);
       if (whole || finite) output(panel, b, begin, end, alpha);
       else careful_output(panel, b, sight, begin, last, alpha);
     });
@@ -407,7 +412,8 @@ struct AttentionCpu {
         V::store(s, keep_visible(sight, j, 0, bias.add(j, 0, logit.kept(V::load(s))), peak[0]));
       }
       if constexpr (G::kVariant) vary_scores(p, t, panel, b, sight, tile, begin, last, peak);
-      add_weights<1, false>(panel, b, logit, begin, last, before, peak, alpha);
+      if constexpr (G::kSoftmax) add_weights<1, false>(panel, b, logit, begin, last, before, peak, alpha);
+      else keep_weights<1, false>(b, begin, last, alpha);
       if constexpr (G::kPageScales) Thin::scale_weights(from, b.scores, begin, last);
       alignas(64) Scalar shrink[kLanes];
       V::store(shrink, alpha[0]);
@@ -432,6 +438,19 @@ struct AttentionCpu {
     for (int v = 0; v < kUsed; ++v) {
       Scalar* sum = panel.total + v * kLanes;
       V::store(sum, V::fma(V::load(sum), alpha[v], total[v]));
+    }
+  }
+
+  // Without a softmax the scores are the weights, and the output is never rescaled.
+  template <int kUsed, bool kPairs>
+  static KERNELGEN_INLINE void keep_weights(const Buffers& b, int begin, int end, Reg (&alpha)[kUsed]) {
+    for (int v = 0; v < kUsed; ++v) alpha[v] = V::broadcast(1);
+    if constexpr (kPairs) {
+      for (int j = begin; j < end; j += 2)
+        for (int v = 0; v < kUsed; ++v) {
+          const Scalar* s = b.scores + j * kWidth + v * kLanes;
+          _mm512_storeu_si512(b.weights + j * kWidth + v * kLanes * 2, Product::narrow_pairs(V::load(s), V::load(s + kWidth)));
+        }
     }
   }
 
@@ -484,7 +503,7 @@ struct AttentionCpu {
     return p.sinks[(t.head * p.group_size + row % p.group_size) * p.sink_head];
   }
 
-  // The softmax of a row as `total` times exp(peak), and what its output is still to be divided by.
+  // The softmax of a row as `total` times exp(peak), and what its output is still to be divided by: 1 without a softmax.
   struct Finished {
     double peak[kWidth], total[kWidth];
     alignas(64) Scalar divisor[kWidth];
@@ -511,7 +530,7 @@ struct AttentionCpu {
       }
       f.peak[l] = peak;
       f.total[l] = total;
-      f.divisor[l] = Scalar(total == 0 ? 1 : total / shrink);
+      f.divisor[l] = Scalar(!G::kSoftmax || total == 0 ? 1 : total / shrink);
     }
   }
 

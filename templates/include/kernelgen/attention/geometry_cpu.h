@@ -59,6 +59,8 @@ struct Geometry {
 
   static constexpr bool kMasked = Options::kMask != Mask::kNone;
   static constexpr bool kVariant = !is_same<typename Options::Variant, NoVariant>;
+  static constexpr bool kSoftmax = Options::kSoftmax;  // false: the scores of a variant are the weights themselves
+  static_assert(kSoftmax || !(Options::kLse || Options::kSinks), "an LSE and sinks are parts of a softmax");
   static constexpr bool kPageScales = Options::kScales == Scales::kPage;
   // Visibility beyond ranges: a bit for each row and key of a tile.
   static constexpr bool kBits = kMasked || kVariant;

@@ -17,12 +17,15 @@
 // copied; if any is not finite, Nonfinite::absorb adds those to the rows that may see them and replaces them by 0 before
 // the product. Tiles that every row sees in full pay nothing. A given mask or a variant may hide any key: then every tile
 // counts as seen in part.
+//
+// A variant may do without the softmax (kSoftmax false): P is the score itself, see mma_weights.cuh.
 #pragma once
 
 #include <kernelgen/attention/mma_products.cuh>
 #include <kernelgen/attention/mma_rules.cuh>
 #include <kernelgen/attention/mma_softmax.cuh>
 #include <kernelgen/attention/mma_store.cuh>
+#include <kernelgen/attention/mma_weights.cuh>
 
 namespace kernelgen {
 
@@ -46,6 +49,7 @@ struct AttentionMma : AttentionShape<Options> {
   using Shape::kStaged;
   using Shape::kTileSlots;
   using Shape::kWarpRows;
+  static constexpr bool kAbsorbFirst = Shape::kMayHide && Shape::kSoftmax;  // before the weights are known
 
   // Turns every query by the sign of the scale, or clears it for a scale of 0: all later factors are positive.
   __device__ static void edit_queries(const Params& p, uint32_t shared) {
@@ -181,7 +185,7 @@ struct AttentionMma : AttentionShape<Options> {
         } else {
           Shape::group_sync();
         }
-        if (Shape::kMayHide && nonfinite) Absorb::absorb(output, p, work, first_key, v_tile);
+        if (kAbsorbFirst && nonfinite) Absorb::absorb(output, p, work, first_key, v_tile);
       } else if constexpr (kStages == 1) {
         cp_async_wait<0>();
         Shape::group_sync();  // K is visible; every warp is done with the previous V, whose slot is now refilled
@@ -189,7 +193,7 @@ struct AttentionMma : AttentionShape<Options> {
       } else {
         cp_async_wait<2 * (kStages - 2)>();
         publish_values();  // K and V are visible; every warp is done with the previous tile, whose slots are refilled
-        if (Shape::kMayHide && nonfinite) Absorb::absorb(output, p, work, first_key, v_tile);
+        if (kAbsorbFirst && nonfinite) Absorb::absorb(output, p, work, first_key, v_tile);
         load_keys(tile + (kStages - 1) * kKeyWarps);
         load_values(tile + (kStages - 1) * kKeyWarps);
       }
@@ -200,15 +204,22 @@ struct AttentionMma : AttentionShape<Options> {
         typename Shape::Scores scores;
         Gemm::multiply_keys(scores, q_registers, q_lane, k_tile + k_lane);
         Rule::apply(scores, p, work, first_key, first_key < last_row.first || first_key + kBlockK > first_row.last, scales);
-        Softmax<Shape>::step(scores, weights, output, maxima, sums, Rule::softmax_scale(p), scales + kBlockK * 4,
-                             1.0f / Layout::value_reference(work));
+        if constexpr (Shape::kSoftmax) {
+          Softmax<Shape>::step(scores, weights, output, maxima, sums, Rule::softmax_scale(p), scales + kBlockK * 4,
+                               1.0f / Layout::value_reference(work));
+        } else {
+          PlainWeights<Shape>::step(scores, weights, output, maxima, scales + kBlockK * 4, 1.0f / Layout::value_reference(work));
+        }
       }
 
       if constexpr (!kStaged && kStages == 1) {
         cp_async_wait<0>();
         publish_values();  // V is visible; every warp is done with K, whose slot is now refilled
         load_keys(tile + kKeyWarps);
-        if (Shape::kMayHide && nonfinite) Absorb::absorb(output, p, work, first_key, v_tile);
+        if (kAbsorbFirst && nonfinite) Absorb::absorb(output, p, work, first_key, v_tile);
+      }
+      if constexpr (!Shape::kSoftmax) {
+        if (nonfinite) Absorb::absorb_weighted(output, weights, warp_sees, p, work, first_key, v_tile);
       }
       if (warp_sees) Gemm::multiply_values(output, weights, v_tile + v_lane);
     }

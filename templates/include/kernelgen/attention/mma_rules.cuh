@@ -20,6 +20,9 @@ struct Rules {
   static constexpr int kLaneRows = Shape::kLaneRows;
   static constexpr int kKeyTiles = Shape::kKeyTiles;
 
+  // The score of a key that a row may not attend to.
+  __device__ static float hidden_score() { return Shape::kSoftmax ? -infinity() : 0.0f; }
+
   // A float32 scale by two strides; null is 1.
   __device__ static float scale_at(const float* scales, int64_t first, int64_t second) {
     return scales == nullptr ? 1.0f : scales[first + second];
@@ -90,7 +93,7 @@ struct Rules {
     }
   }
 
-  // Scores to logits in units of softmax's `scale`, hidden ones to -inf. `partial`: some row of the warp sees the tile in
+  // Scores to logits in units of softmax's `scale`, or to weights without one; hidden ones to hidden_score(). `partial`: some row of the warp sees the tile in
   // part by position. key_scales: shared address of the tile's key scales (kPageScales).
   __device__ static void apply(
       typename Shape::Scores& scores, const Params& p, const Work& work, int first_key, bool partial, uint32_t key_scales) {
@@ -147,13 +150,13 @@ struct Rules {
             score = tanh_exp(score * p.cap_scale);
           }
           const bool hidden = key < row.keys.first || key >= row.keys.last || !admitted(p, row, at);
-          score = hidden ? -infinity() : score;
+          score = hidden ? hidden_score() : score;
         }
       }
     }
   }
 
-  // The natural logit times log2(e).
+  // The natural logit times log2(e), or without a softmax the weight.
   __device__ static float logit(float score, const Params& p, const Row& row, const VariantContext& at, uint32_t key_scale) {
     float factor = row.factor;
     if constexpr (Shape::kPageScales) factor *= __uint_as_float(load_word(key_scale));
@@ -161,7 +164,7 @@ struct Rules {
     if constexpr (Shape::kSoftCap) s = tanh_exp(s) * p.logit_scale;
     if constexpr (Shape::kAlibi) s = fmaf(-row.slope, fabsf(static_cast<float>(at.k_pos - at.q_pos)), s);
     if constexpr (Shape::kVariant) s = Layout::Variant::score(s, at, p.variant_words);
-    return s * kLog2E;
+    return Shape::kSoftmax ? s * kLog2E : s;
   }
   // What softmax multiplies the scores with to get base-2 exponents. Soft-capped scores of a plain kernel are in units of
   // the cap; masked ones without any natural feature keep their factor.

@@ -6,6 +6,7 @@
 //   kHeadDim, kHeadDimV, kRopeDim          MLA: the last kRopeDim of kHeadDim come from tensors of their own
 //   kRagged, kKvLens, kBoundedLeft, kBoundedRight, kSoftCap, kLse, kAlibi, kSinks, kScales, kPageScales
 //   kMask              0 none, or MaskForm;  kVariant: VariantFunctions is defined
+//   kSoftmax           false: the scores of a variant are the weights themselves, see mma_weights.cuh
 //   kAlignment         bytes
 //   kBlockQ, kBlockK, kWarps, kStages, kQueryInRegisters, kValueSplits, kKeyWarps
 #pragma once
@@ -59,6 +60,7 @@ struct AttentionShape : Options {
 
   static_assert(kBlockQ % (16 * kWarps) == 0, "a warp owns whole 16-row tiles");
   static_assert(kBlockK % 16 == 0, "P is the A operand of k16 steps");
+  static_assert(Options::kSoftmax || !(Options::kLse || Options::kSinks), "an LSE and sinks are parts of a softmax");
 
   // Only a bounded side makes rows of one tile see different keys by position; a given mask or a variant may hide any key.
   static constexpr bool kWindowed = Options::kBoundedLeft || Options::kBoundedRight;
