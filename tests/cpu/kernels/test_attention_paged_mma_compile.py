@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kernelgen import variants
 from kernelgen.kernels.attention import paged_mma, plan_cuda
 from kernelgen.kernels.attention.mma import Config
 from kernelgen.problems.paged import PagedAttentionProblem
@@ -20,6 +21,7 @@ from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
 from kernelgen.testing.planned_cases import RelativeBias
 from kernelgen.testing.resources import ARCHS, assert_within_table, compiled, covered, measured
+from kernelgen.variants import trace
 
 TABLE = Path(__file__).with_name("ptxas_attention_paged_mma.json")
 TABLE_ARCHS = ("sm_80", "sm_90a")
@@ -51,6 +53,14 @@ def test_coverage_compiles(arch: str) -> None:
 @pytest.mark.parametrize("arch", TABLE_ARCHS)
 def test_tuned_kernels_keep_their_resources(arch: str) -> None:
     assert_within_table(tuned_specs(arch), TABLE, arch)
+
+
+def test_variants_without_a_softmax_compile() -> None:
+    target, sigmoid = Target.parse("sm_80"), trace(variants.sigmoid())
+    problems = [replace(BASE, variant=sigmoid, **change)  # type: ignore[arg-type]
+                for change in ({}, {"q_dtype": "fp16", "kv_dtype": "e4m3", "kv_scales": "page"}, {"max_seq_q": None})]
+    for name, report in compiled(paged_mma.spec(p, target, next(iter(paged_mma.candidates(p, target)))) for p in problems).items():
+        assert report["spill_stores"] == 0, name
 
 
 def test_a_variant_compiles_and_is_part_of_the_spec() -> None:

@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 
+from kernelgen import variants
 from kernelgen.kernels.attention import prefill_mma
 from kernelgen.problems.attention import AttentionProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
 from kernelgen.testing.planned_cases import RelativeBias
 from kernelgen.testing.resources import ARCHS, assert_within_table, compiled, covered, measured
+from kernelgen.variants import trace
 
 TABLE = Path(__file__).with_name("ptxas_attention_prefill_mma.json")
 TABLE_ARCHS = ("sm_80", "sm_90a")
@@ -74,6 +76,16 @@ def test_features_that_are_off_leave_the_spec_alone() -> None:
     assert len({plain, *specs}) == len(changes) + 1
     assert len({spec.name for spec in specs}) == len(changes)
     assert next(iter(compiled(specs[-1:]).values()))["registers"] <= 255
+
+
+@pytest.mark.parametrize("arch", TABLE_ARCHS)
+def test_weights_without_a_softmax_take_fewer_registers(arch: str) -> None:
+    """Neither maxima nor sums are left in the code: a library variant spills in none of the tuned configs."""
+    target, sigmoid = Target.parse(arch), trace(variants.sigmoid())
+    problems = [replace(BASE, head_dim=d, head_dim_v=d, causal=True, variant=sigmoid, q_dtype=t, kv_dtype=t, out_dtype=t)
+                for d, t in ((64, "bf16"), (128, "fp16"), (256, "bf16"))]
+    for name, report in compiled(prefill_mma.spec(p, target, next(iter(prefill_mma.candidates(p, target)))) for p in problems).items():
+        assert report["spill_stores"] == 0, name
 
 
 def test_one_spec_for_all_lengths_batches_and_head_counts() -> None:
