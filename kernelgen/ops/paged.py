@@ -443,8 +443,10 @@ def run_reference(problem: PagedAttentionProblem, t: PagedTensors) -> None:
         common |= {"kv_scales": None if t.k_scale is None and t.v_scale is None else "request_head"}
     if problem.rope_dim:
         assert t.q_rope is not None and t.k_rope_cache is not None
+        if t.k_factor != 1:  # the oracle scales values, too
+            common |= {"k_scale": t.k_factor, "kv_scales": None}
         out, lse = reference.mla_attention(t.q, t.q_rope, t.k_cache[:, :, 0], t.k_rope_cache[:, :, 0], table, **common)
-        out = out * t.v_factor
+        out = out if t.k_factor != 1 else out * t.v_factor
     else:
         v_scale = t.v_scale if t.v_factor == 1 else t.v_factor if t.v_scale is None else t.v_scale * t.v_factor
         if t.v_scale is None and t.v_factor != 1 and problem.kv_scales == "page":

@@ -45,6 +45,7 @@ class Spec:
     variant: str = "none"
     kv_lens: bool = False
     scales: str = "none"
+    rope: str = "same"
     lse: bool = False
     pages: str = "pow2"
     kv_layout: str = "NHD"
@@ -73,6 +74,8 @@ class Spec:
             changes |= {"kv": self.dtype}
         elif self.kv == "same":
             changes |= {"scales": "none"}
+        if self.layout != "mla" or self.kv == "same" or self.dtype in FP8:
+            changes |= {"rope": "same"}
         return replace(self, **changes)
 
     def __str__(self) -> str:
@@ -86,7 +89,8 @@ AXES: dict[str, tuple[Any, ...]] = {
     "left": (False, True), "cap": (False, True), "alibi": (False, True), "sinks": (False, True), "mask": ("none", "flat", "packed"),
     "variant": ("none", "score", "mask", "weight", "sigmoid"), "kv_lens": (False, True),
     "scales": ("none", "number", "tensor", "head", "request_head", "page"),
-    "lse": (True, False), "pages": ("pow2", "contiguous", "any"), "kv_layout": ("NHD", "HND"), "batch_invariant": (False, True),
+    "rope": ("same", "query"), "lse": (True, False), "pages": ("pow2", "contiguous", "any"), "kv_layout": ("NHD", "HND"),
+    "batch_invariant": (False, True),
 }
 
 
@@ -330,9 +334,12 @@ def _paged(p: Problem, features: dict[str, Any], device: str, backend: str) -> O
 def _mla(p: Problem, features: dict[str, Any], device: str, backend: str) -> Outcome:
     s, batch, (d, latent) = p.spec, len(p.q_lens), p.spec.dims
     q, k, _ = _values(p, [(sum(p.q_lens), p.group, d), (sum(p.k_lens), 1, d), (sum(p.k_lens), 1, d)], device)
-    case = data.make_paged_cache([(x, x) for x in k.split(p.k_lens)], p.page_size, seed=p.seed, pair=True)
-    cache = case.kv_cache[0].squeeze(2)
+    ropes = data.random_tensor((sum(p.k_lens), 1, d - latent), q.dtype, seed=p.seed + 11, device=device).split(p.k_lens)
+    case = data.make_paged_cache(list(zip(k.split(p.k_lens), ropes)), p.page_size, seed=p.seed, pair=True)
+    cache, own_rope = (x.squeeze(2) for x in case.kv_cache)
     ckv, k_rope = (cache, None) if p.seed % 2 else (cache[..., :latent], cache[..., latent:])
+    if s.rope == "query":
+        ckv, k_rope = cache[..., :latent], own_rope
     kind = "tensor" if s.scales == "number" else None if s.scales == "none" else s.scales
     k_scale = _scale(p, s.scales, batch, 1, case.num_pages, p.seed + 8, device)
     q = _arranged(q, p.layouts[0])

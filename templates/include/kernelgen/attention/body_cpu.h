@@ -107,24 +107,34 @@ struct AttentionCpu {
       pack_depth<kRopeDim>(p, panel, rope, p.q_rope_row, p.q_rope_head, kHeadDim - kRopeDim, row, rows);
     }
     const Scalar factor = Logit<G>::query_factor(p);
-    if constexpr (Options::kScales != Scales::kNone) scale_queries(p, t, panel, row, factor);
+    if constexpr (Options::kScales != Scales::kNone || G::kPlainRope) scale_queries(p, t, panel, row, factor);
     else if (factor != 1)
       for (Operand& x : panel.queries) x = narrow<Operand>(widen(x) * factor);
   }
 
-  // Scales of a row's query and, where they do not change from page to page, of its keys.
-  static Scalar query_scale(const Params& p, const Task& t, int64_t row) {
-    if constexpr (Options::kScales == Scales::kNone) return 1;
-    const int64_t head = t.head * p.group_size + row % p.group_size;
-    Scalar scale = p.q_scale ? p.q_scale[t.batch * p.q_scale_batch + head * p.q_scale_head] : Scalar(1);
-    if (!G::kPageScales && p.k_scale) scale *= p.k_scale[t.batch * p.k_scale_batch + t.head * p.k_scale_head];
+  // Scales of a row's query and, where they do not change from page to page, of its keys. `plain`: for the rope part of keys
+  // that has no scale.
+  static Scalar query_scale(const Params& p, const Task& t, int64_t row, bool plain = false) {
+    Scalar scale = 1;
+    if constexpr (Options::kScales != Scales::kNone) {
+      const int64_t head = t.head * p.group_size + row % p.group_size;
+      if (p.q_scale) scale = p.q_scale[t.batch * p.q_scale_batch + head * p.q_scale_head];
+      if (!G::kPageScales && !plain && p.k_scale) scale *= p.k_scale[t.batch * p.k_scale_batch + t.head * p.k_scale_head];
+    }
+    if constexpr (G::kPlainRope)
+      if (!plain) scale *= Scalar(p.k_factor);
     return scale;
   }
 
   static void scale_queries(const Params& p, const Task& t, Panel& panel, int64_t row, Scalar factor) {
+    constexpr int kScaled = kHeadDim - (G::kPlainRope ? kRopeDim : 0);
+    scale_depth(p, t, panel, row, factor, 0, kScaled);
+    if constexpr (G::kPlainRope) scale_depth(p, t, panel, row, factor, kScaled, kHeadDim);
+  }
+  static void scale_depth(const Params& p, const Task& t, Panel& panel, int64_t row, Scalar factor, int first, int end) {
     alignas(64) Scalar of_row[kWidth];
-    for (int l = 0; l < kWidth; ++l) of_row[l] = factor * query_scale(p, t, row + l);
-    for (int d = 0; d < kHeadDim; ++d)
+    for (int l = 0; l < kWidth; ++l) of_row[l] = factor * query_scale(p, t, row + l, first > 0);
+    for (int d = first; d < end; ++d)
       for (int v = 0; v < kVecs; ++v) {
         Operand* x = panel.queries + d * kWidth + v * kLanes;
         V::store(x, V::load(x) * V::load(of_row + v * kLanes));
@@ -136,13 +146,14 @@ struct AttentionCpu {
     std::memset(panel.queries, 0, sizeof panel.queries);
     for (int l = 0; l < rows; ++l) {
       const int64_t query = t.q_begin + (row + l) / p.group_size, head = t.head * p.group_size + (row + l) % p.group_size;
-      const Scalar factor = Logit<G>::query_factor(p) * query_scale(p, t, row + l);
+      const Scalar sign = Logit<G>::query_factor(p), factor = sign * query_scale(p, t, row + l);
       Scalar* packed = Thin::query(panel, l);
       Thin::template pack_row<kHeadDim - kRopeDim>(
           static_cast<const Query*>(p.q) + t.batch * p.q_batch + query * p.q_row + head * p.q_head, packed, factor);
       if constexpr (kRopeDim > 0)
         Thin::template pack_row<kRopeDim>(static_cast<const Query*>(p.q_rope) + query * p.q_rope_row + head * p.q_rope_head,
-                                          packed + Thin::padded(kHeadDim - kRopeDim), factor);
+                                          packed + Thin::padded(kHeadDim - kRopeDim),
+                                          G::kPlainRope ? sign * query_scale(p, t, row + l, true) : factor);
     }
   }
 
@@ -198,11 +209,11 @@ struct AttentionCpu {
     KERNELGEN_INLINE void prefetch_some(int done, int count) const { prefetch_rows(begin + done, begin + done + count); }
 
     KERNELGEN_INLINE void prefetch_rows(int from, int to) const {
-      constexpr int kLine = 64 / int(sizeof(typename G::KeyValue));
+      constexpr int kLine = 64 / int(sizeof(typename G::KeyValue)), kRopeLine = 64 / int(sizeof(typename G::Rope));
       for (int j = from; j < to && j < end; ++j) {
         for (int d = 0; d < kHeadDim - kRopeDim; d += kLine) __builtin_prefetch(tile.key(j) + d, 0, 2);
         if constexpr (kRopeDim > 0)
-          for (int d = 0; d < kRopeDim; d += kLine) __builtin_prefetch(tile.rope(j) + d, 0, 2);
+          for (int d = 0; d < kRopeDim; d += kRopeLine) __builtin_prefetch(tile.rope(j) + d, 0, 2);
         else
           for (int d = 0; d < kHeadDimV; d += kLine) __builtin_prefetch(tile.value(j) + d, 0, 2);
       }
