@@ -37,6 +37,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 TARGET = Target.parse("sm_90a")
 # The others of CASES run on a GPU; each here costs several seconds of g++.
 EMULATED = ("decode split", "decode key warps", "mixed", "everything", "nonfinite", "fp8 page scales fp16", "mla small",
+            "mla plain rope", "mla plain rope page", "mla plain rope number",
             "weights", "weights nonfinite", "weights key warps", "weights beyond fp16", "weights fp8 fp16")
 
 

@@ -81,6 +81,10 @@ struct AttentionMma : AttentionShape<Options> {
       if constexpr (!Shape::kPageScales) return 0u;
       return shared + Shape::kScaleBase + slot_of(t, max_of(Shape::kScaleSlots, 1)) * Shape::kScaleSlotBytes;
     };
+    auto rope_slot = [&](int t) {
+      if constexpr (!Shape::kPlainRope) return 0u;
+      return shared + Shape::kRopeBase + slot_of(t, max_of(Shape::kRopeSlots, 1)) * Shape::RopeTile::kBytes;
+    };
     // Tiles are loaded in order, each once.
     auto load_keys = [&](int t) {
       if constexpr (!kStaged) {
@@ -97,7 +101,7 @@ struct AttentionMma : AttentionShape<Options> {
     auto byte_slot = [&](int t) { return shared + Shape::kBytesBase + slot_of(t, kStages) * Shape::kStageBytes; };
     auto load_bytes = [&](int t) {
       if constexpr (kStaged) {
-        if (t < end) loader.load_bytes(byte_slot(t), scale_slot(t), t * kBlockK);
+        if (t < end) loader.load_bytes(byte_slot(t), scale_slot(t), rope_slot(t), t * kBlockK);
       }
       cp_async_commit();
     };
@@ -203,6 +207,10 @@ struct AttentionMma : AttentionShape<Options> {
       if (warp_sees) {
         typename Shape::Scores scores;
         Gemm::multiply_keys(scores, q_registers, q_lane, k_tile + k_lane);
+        if constexpr (Shape::kPlainRope) {
+          Rule::scale_latent(scores, p, work, scales);
+          Gemm::add_rope(scores, q_registers, q_lane, rope_slot(tile) + Shape::RopeTile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2));
+        }
         Rule::apply(scores, p, work, first_key, first_key < last_row.first || first_key + kBlockK > first_row.last, scales);
         if constexpr (Shape::kSoftmax) {
           Softmax<Shape>::step(scores, weights, output, maxima, sums, Rule::softmax_scale(p), scales + kBlockK * 4,

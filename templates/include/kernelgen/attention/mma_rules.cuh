@@ -56,7 +56,7 @@ struct Rules {
     row.factor = Shape::kSoftCap ? p.cap_scale : p.logit_scale;
     if constexpr (Shape::kScales) {
       row.factor *= scale_at(p.q_scale, work.request * p.q_scale_batch, head * p.q_scale_head);
-      if constexpr (!Shape::kPageScales) {
+      if constexpr (!Shape::kPageScales && !Shape::kPlainRope) {
         row.factor *= scale_at(p.k_scale, work.request * p.k_scale_batch, Layout::kv_head(p, work) * p.k_scale_head);
       }
     }
@@ -77,6 +77,20 @@ struct Rules {
     }
     if constexpr (Shape::kVariant) admitted = admitted && Layout::Variant::visible(at, p.variant_words);
     return admitted;
+  }
+
+  // Products of the latent parts of keys beside a plain rope part, which is not scaled: takes their scales.
+  __device__ static void scale_latent(typename Shape::Scores& scores, const Params& p, const Work& work, uint32_t key_scales) {
+    float factor = p.k_factor;
+    if constexpr (Shape::kScales && !Shape::kPageScales) factor *= scale_at(p.k_scale, work.request * p.k_scale_batch, 0);
+#pragma unroll
+    for (int i = 0; i < Shape::kRowTiles * kKeyTiles * 4; ++i) {
+      float of_key = factor;
+      if constexpr (Shape::kPageScales) {
+        of_key *= __uint_as_float(load_word(key_scales + (lane_id() % 4 * 2 + i / 4 % kKeyTiles * 8 + i % 2) * 4));
+      }
+      scores[i / (kKeyTiles * 4)][i / 4 % kKeyTiles][i % 4] *= of_key;
+    }
   }
 
   // The full rule, for one key of a tile.
@@ -159,7 +173,7 @@ struct Rules {
   // The natural logit times log2(e), or without a softmax the weight.
   __device__ static float logit(float score, const Params& p, const Row& row, const VariantContext& at, uint32_t key_scale) {
     float factor = row.factor;
-    if constexpr (Shape::kPageScales) factor *= __uint_as_float(load_word(key_scale));
+    if constexpr (Shape::kPageScales && !Shape::kPlainRope) factor *= __uint_as_float(load_word(key_scale));
     float s = score * factor;
     if constexpr (Shape::kSoftCap) s = tanh_exp(s) * p.logit_scale;
     if constexpr (Shape::kAlibi) s = fmaf(-row.slope, fabsf(static_cast<float>(at.k_pos - at.q_pos)), s);
