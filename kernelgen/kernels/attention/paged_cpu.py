@@ -251,6 +251,8 @@ def coverage() -> Iterable[tuple[PagedAttentionProblem, Config | None]]:
     yield replace(base, q_dtype="e5m2", kv_dtype="e4m3", kv_scales="head", q_scale=True, mask="packed", causal=False), None
     yield replace(base, q_dtype="fp64", kv_dtype="fp64", head_dim=72, head_dim_v=40, mask="dense"), None
     yield replace(base, num_q_heads=16, num_kv_heads=1, head_dim=576, head_dim_v=512, rope_dim=64, page_size=64), None
+    yield replace(base, num_q_heads=16, num_kv_heads=1, kv_dtype="e4m3", kv_scales="page", head_dim=576, head_dim_v=512, rope_dim=64,
+                  rope_dtype="bf16", page_size=64), None
 
 
 FAMILY = KernelFamily(

@@ -290,6 +290,8 @@ def coverage() -> Iterable[tuple[PagedAttentionProblem, Config | None]]:
     mla = replace(decode, num_q_heads=128, num_kv_heads=1, head_dim=576, head_dim_v=512, rope_dim=64)
     yield mla, None
     yield replace(mla, num_q_heads=16, head_dim=80, head_dim_v=64, rope_dim=16, kv_dtype="e4m3", page_size=1, return_lse=True), None
+    yield replace(mla, kv_dtype="e4m3", rope_dtype="bf16", kv_scales="request_head", return_lse=True), None
+    yield replace(mla, q_dtype="fp16", kv_dtype="e5m2", rope_dtype="fp16", kv_scales="page", max_seq_q=None), None
 
 
 FAMILY = KernelFamily(

@@ -6,6 +6,7 @@ them on purpose: ``python tests/cpu/kernels/test_attention_paged_mma_compile.py`
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -85,6 +86,20 @@ def test_every_head_dim_has_a_config(arch: str, kv_dtype: str) -> None:
             assert paged_mma.division(problem, target, config).block_rows == config.block_q
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_type_of_a_rope_part_changes_no_config(arch: str) -> None:
+    """A plan is cut before it knows that type."""
+    target, dims = Target.parse(arch), {"head_dim": 576, "head_dim_v": 512, "rope_dim": 64, "num_kv_heads": 1, "kv_dtype": "e4m3"}
+    for rows, heads, kv_scales in itertools.product((1, 4, 1000, None), (8, 128), (None, "tensor", "page")):
+        problem = replace(BASE, **dims, max_seq_q=rows, num_q_heads=heads, kv_scales=kv_scales)  # type: ignore[arg-type]
+        other = replace(problem, rope_dtype="bf16")
+        configs = list(paged_mma.candidates(problem, target))
+        assert configs and configs == list(paged_mma.candidates(other, target))
+        for config in configs:
+            assert paged_mma.division(problem, target, config) == paged_mma.division(other, target, config)
+            assert paged_mma.shared_memory_of(other, config) <= target.shared_memory_per_block
+
+
 def test_one_spec_for_all_lengths_batches_and_page_sizes() -> None:
     target = Target.parse("sm_90a")
     config = paged_mma.DECODE[0]
@@ -106,6 +121,9 @@ def test_batch_invariant_calls_have_one_cut() -> None:
     ({"q_dtype": "fp32", "kv_dtype": "fp32"}, "fp32"), ({"head_dim": 65}, "65"), ({"num_q_heads": 30}, "30 query heads"),
     ({"kv_scales": "page"}, "page scales"), ({"rope_dim": 12}, "rope_dim 12"), ({"rope_dim": 64}, "8"),
     ({"variant": "mine"}, "variant mine"), ({"alignment": 1}, "alignment 1"),
+    ({"rope_dim": 64, "num_kv_heads": 1, "kv_dtype": "e4m3", "rope_dtype": "fp16"}, "k_rope_cache of fp16"),
+    ({"rope_dim": 64, "num_kv_heads": 1, "rope_dtype": "fp16"}, "k_rope_cache of fp16"),
+    ({"rope_dim": 8, "head_dim": 80, "num_kv_heads": 1, "kv_dtype": "e4m3", "rope_dtype": "bf16"}, "latent dim 72"),
 ])
 def test_refusals_name_the_value(change: dict[str, Any], words: str) -> None:
     verdict = paged_mma.supports(replace(BASE, **change), Target.parse("sm_80"))
