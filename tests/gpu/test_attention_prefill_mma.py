@@ -275,13 +275,19 @@ def test_repeated_call_in_a_cuda_graph_and_on_another_stream() -> None:
     assert_bits_equal(out, kernelgen.attention(q, k, v, causal=True, backend="generated"), what="replay on new values")
 
 
+@pytest.mark.parametrize("batch, sq, sk, heads", [(1, 3, 9, (70_000, 35_000)), (70_000, 2, 3, (2, 1)), (3, 150, 20, (16_384, 1))])
+def test_more_heads_or_requests_than_a_grid_has(batch: int, sq: int, sk: int, heads: tuple[int, int]) -> None:
+    seed = seed_of("flat grid", batch, heads)
+    check(*inputs(batch, sq, sk, *heads, 8, seed=seed), seed=seed, what=f"{batch} requests, {heads} heads", causal=True)
+
+
 def test_what_the_kernel_refuses_names_the_value() -> None:
     target = target_of(CUDA)
     base = AttentionProblem("dense", 1, 8, 8, 2, 2, 64, 64, "bf16", "bf16", "bf16")
     assert prefill_mma.supports(base, target)
     fp32 = replace(base, q_dtype="fp32", kv_dtype="fp32", out_dtype="fp32")
     for problem, words in ((fp32, "fp32"), (replace(base, head_dim=65), "65"), (replace(base, block_mask=True), "block_mask"),
-                           (replace(base, variant="mine"), "mine"), (replace(base, batch=70000), "70000")):
+                           (replace(base, variant="mine"), "mine")):
         verdict = prefill_mma.supports(problem, target)
         assert not verdict and words in verdict.reason
 

@@ -171,7 +171,7 @@ def options(problem: Problem, config: Config, **layout: Any) -> dict[str, Any]:
     values: dict[str, Any] = {
         "element": element_of(p), "query_element": p.q_dtype, "key_element": p.kv_dtype,
         "head_dim": p.head_dim, "head_dim_v": p.head_dim_v, "rope_dim": 0, "plain_rope": plain_rope(p) > 0,
-        "ragged": False, "kv_lens": False,
+        "ragged": False, "kv_lens": False, "flat_grid": False,
         "bounded_left": p.window[0] is not None, "bounded_right": p.causal or p.window[1] is not None,
         "soft_cap": p.soft_cap, "lse": p.return_lse, "alibi": p.alibi, "sinks": p.sinks, "scales": scaled(p),
         "page_scales": page_scales, "mask_form": MASK_FORMS[p.mask],
@@ -201,7 +201,8 @@ def words_of(parameters: dict[str, Any], config: Config) -> list[str]:
     types += [f"to_{v['out_element']}"] if v["out_element"] != v["element"] else []
     dims = f"d{v['head_dim']}" if v["head_dim"] == v["head_dim_v"] else f"d{v['head_dim']}_{v['head_dim_v']}"
     flags = (("left", "bounded_left"), ("right", "bounded_right"), ("cap", "soft_cap"), ("ragged", "ragged"), ("kvlens", "kv_lens"),
-             ("lse", "lse"), ("alibi", "alibi"), ("sinks", "sinks"), ("scales", "scales"), ("pagescales", "page_scales"))
+             ("lse", "lse"), ("flatgrid", "flat_grid"), ("alibi", "alibi"), ("sinks", "sinks"), ("scales", "scales"),
+             ("pagescales", "page_scales"))
     words = [*types, dims, *(word for word, name in flags if v[name])]
     words += [f"{'plain' if v['plain_rope'] else ''}rope{v['rope_dim']}"] if v["rope_dim"] else []
     words += [form for form, name in MASK_FORMS.items() if form and name == v["mask_form"]]

@@ -63,8 +63,7 @@ ENTRY, MERGE_ENTRY = "attention_paged_mma", "attention_paged_merge"
 MERGE_THREADS = 128
 
 _MAX_POSITION = 1 << 29  # positions plus windows stay within int32
-_MAX_GRID_Y = 65535
-_MERGE_BLOCKS = 1 << 14  # of the second stage: below it every head gets a block of its own
+_MERGE_BLOCKS = 1 << 14  # of the second stage: up to it every head gets a block of its own, in y, which ends at 65,535
 _BLOCKS_PER_SM = 32
 # Items per place that can run one. One wave of long chunks reads a 16-bit cache at 3.9 - 4.25 TB/s, three waves at 3.6 - 4.0,
 # six at 3.1 - 3.8 (H200, 537 MB, tools/bench/results/tried/h200_decode_configs.json); of an fp8 cache, whose conversion is the limit, three
@@ -87,7 +86,6 @@ def supports(problem: PagedAttentionProblem, target: Target) -> Verdict:
         (target.kind == "cuda" and target.capability >= 80, f"paged_mma needs sm_80 or later, got {target}"),
         (bool(common := supports_common(p)), common.reason),
         (p.page_size <= _MAX_POSITION, f"page size {p.page_size} exceeds {_MAX_POSITION}"),
-        (p.num_q_heads <= _MAX_GRID_Y, f"{p.num_q_heads} query heads exceed {_MAX_GRID_Y}"),
         (p.rope_dim % 8 == 0 and 0 <= p.rope_dim < p.head_dim, f"rope_dim {p.rope_dim} is not a multiple of 8 below {p.head_dim}"),
         (p.rope_dim == 0 or p.num_kv_heads == 1, f"MLA has one latent head, got {p.num_kv_heads}"),
         (plain_rope(p) == 0 or (p.kv_dtype in FP8 and p.rope_dtype == p.q_dtype and p.q_dtype in HALVES),

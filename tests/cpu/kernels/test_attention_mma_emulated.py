@@ -22,7 +22,7 @@ from kernelgen.kernels.attention.schedule import Division, make_schedule
 from kernelgen.ops.page_table import PageTable
 from kernelgen.ops.planning import Shape, make_arrays, read_batch
 from kernelgen.problems.attention import AttentionProblem
-from kernelgen.reference.plain import attention_plain
+from kernelgen.reference.plain import attention_plain, attention_varlen_plain
 from kernelgen.settings import settings
 from kernelgen.targets import Target
 from kernelgen.tensors import AttentionTensors
@@ -105,6 +105,28 @@ def test_dense(features: dict[str, Any], dtypes: tuple[str, str], folder: Path) 
     assert_attention_close(out, exact, plain, what=str(problem), seed=seed)
     if variant is None:
         assert_lse_close(lse, exact_lse, plain_lse.float(), what=str(problem), seed=seed)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_grid_in_one_dimension(ragged: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for more heads or requests than a grid has in y and z, with smaller limits."""
+    monkeypatch.setattr(prefill_mma, "_MAX_GRID_YZ", 1)
+    seed, heads, lens = seed_of("flat grid", ragged), (6, 3), ([70, 0, 129], [80, 5, 64])
+    shapes = [(199, 6, 64), (149, 3, 64), (149, 3, 264)] if ragged else [(3, 70, 6, 64), (3, 90, 3, 64), (3, 90, 3, 264)]
+    q, k, v = random_tensors(shapes, torch.bfloat16, seed=seed)
+    sizes = (3, 199, 149) if ragged else (3, 70, 90)
+    problem = AttentionProblem("ragged" if ragged else "dense", *sizes, *heads, 64, 264, "bf16", "bf16", "bf16", causal=True,
+                               return_lse=True)
+    config = Config(64, 32, 4, value_splits=2)
+    cu = tuple(cu_seqlens(x) for x in lens) if ragged else ()
+    out, lse = poisoned_empty((*q.shape[:-1], 264), q.dtype), poisoned_empty((199, 6) if ragged else (3, 6, 70))
+    spec, tensors = prefill_mma.spec(problem, TARGET, config), AttentionTensors(q, k, v, out, lse, 0.125, *cu)
+    assert "flatgrid" in spec.name
+    prefill_mma.bind(problem, config, EmulatedKernel(spec, folder, True), tensors)(tensors)
+    exact, exact_lse = (ref.attention_varlen if ragged else ref.attention)(q, k, v, *cu, causal=True, return_lse=True)
+    plain, plain_lse = (attention_varlen_plain if ragged else attention_plain)(q, k, v, *cu, causal=True, return_lse=True)
+    assert_attention_close(out, exact, plain, what=str(problem), seed=seed)
+    assert_lse_close(lse, exact_lse, plain_lse.float(), what=str(problem), seed=seed)
 
 
 @pytest.mark.parametrize("division", [Division(16, 40), Division(64, 7, 256), Division(64, 1, 256, 128)], ids=str)

@@ -6,6 +6,7 @@
 //   kHeadDim, kHeadDimV, kRopeDim          MLA: the last kRopeDim of kHeadDim come from tensors of their own
 //   kPlainRope         that part of the keys is of type Element beside fp8 latent rows, and has no scale
 //   kRagged, kKvLens, kBoundedLeft, kBoundedRight, kSoftCap, kLse, kAlibi, kSinks, kScales, kPageScales
+//   kFlatGrid          dense and ragged: more heads or requests than a grid has in y and z, so all of it lies in x
 //   kMask              0 none, or MaskForm;  kVariant: VariantFunctions is defined
 //   kSoftmax           false: the scores of a variant are the weights themselves, see mma_weights.cuh
 //   kAlignment         bytes
