@@ -24,6 +24,7 @@ from kernelgen.reference.plain import attention_plain, attention_varlen_plain, m
 from kernelgen.testing import data
 from kernelgen.testing.tolerance import assert_close_to_reference, assert_lse_close
 
+WITHOUT_SOFTMAX = ("weight", "sigmoid")  # variants whose scores are the weights: no sinks, no LSE
 FP8 = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
@@ -44,6 +45,7 @@ class Spec:
     variant: str = "none"
     kv_lens: bool = False
     scales: str = "none"
+    rope: str = "same"
     lse: bool = False
     pages: str = "pow2"
     kv_layout: str = "NHD"
@@ -66,10 +68,14 @@ class Spec:
                         "scales": {"head": "tensor"}.get(self.scales, self.scales)}
         elif self.layout == "dense" and self.mask != "none":
             changes["mask"] = "dense"
+        if changes.get("variant", self.variant) in WITHOUT_SOFTMAX:
+            changes |= {"sinks": False, "lse": False}
         if self.dtype in FP8:
             changes |= {"kv": self.dtype}
         elif self.kv == "same":
             changes |= {"scales": "none"}
+        if self.layout != "mla" or self.kv == "same" or self.dtype in FP8:
+            changes |= {"rope": "same"}
         return replace(self, **changes)
 
     def __str__(self) -> str:
@@ -81,8 +87,10 @@ AXES: dict[str, tuple[Any, ...]] = {
     "layout": ("dense", "ragged", "paged", "mla"), "dtype": ("bf16", "fp16", "fp32", "fp64", "e4m3fn"), "kv": ("same", "e4m3fn", "e5m2"),
     "dims": ((128, 128), (64, 64), (72, 40), (192, 128), (8, 24), (256, 256), (64, 512)), "right": ("causal", "none", "window"),
     "left": (False, True), "cap": (False, True), "alibi": (False, True), "sinks": (False, True), "mask": ("none", "flat", "packed"),
-    "variant": ("none", "score", "mask"), "kv_lens": (False, True), "scales": ("none", "number", "tensor", "head", "request_head", "page"),
-    "lse": (True, False), "pages": ("pow2", "contiguous", "any"), "kv_layout": ("NHD", "HND"), "batch_invariant": (False, True),
+    "variant": ("none", "score", "mask", "weight", "sigmoid"), "kv_lens": (False, True),
+    "scales": ("none", "number", "tensor", "head", "request_head", "page"),
+    "rope": ("same", "query"), "lse": (True, False), "pages": ("pow2", "contiguous", "any"), "kv_layout": ("NHD", "HND"),
+    "batch_invariant": (False, True),
 }
 
 
@@ -161,6 +169,11 @@ def make_problem(spec: Spec, index: int) -> Problem:
 def _variant(kind: str, heads: int, seed: int, device: str) -> Variant | None:
     if kind == "none":
         return None
+    if kind == "sigmoid":
+        return kernelgen.variants.sigmoid(-2.0)
+    if kind == "weight":  # of either sign; inf and NaN where the mask hides it
+        return kernelgen.variant(lambda score, ctx: score * ctx.factor / ((ctx.k_pos + ctx.head) % 4),
+                                 lambda ctx: (ctx.k_pos + ctx.head) % 4 != 0, scalars={"factor": 0.75}, normalization="none")
     if kind == "mask":
         return Variant(mask=lambda ctx: ((ctx.k_pos + 2 * ctx.q_pos + ctx.head) % 3 != 1) | (ctx.k_pos == 0))
     slope = data.random_tensor((heads,), seed=seed, device=device)
@@ -324,9 +337,12 @@ def _paged(p: Problem, features: dict[str, Any], device: str, backend: str) -> O
 def _mla(p: Problem, features: dict[str, Any], device: str, backend: str) -> Outcome:
     s, batch, (d, latent) = p.spec, len(p.q_lens), p.spec.dims
     q, k, _ = _values(p, [(sum(p.q_lens), p.group, d), (sum(p.k_lens), 1, d), (sum(p.k_lens), 1, d)], device)
-    case = data.make_paged_cache([(x, x) for x in k.split(p.k_lens)], p.page_size, seed=p.seed, pair=True)
-    cache = case.kv_cache[0].squeeze(2)
+    ropes = data.random_tensor((sum(p.k_lens), 1, d - latent), q.dtype, seed=p.seed + 11, device=device).split(p.k_lens)
+    case = data.make_paged_cache(list(zip(k.split(p.k_lens), ropes)), p.page_size, seed=p.seed, pair=True)
+    cache, own_rope = (x.squeeze(2) for x in case.kv_cache)
     ckv, k_rope = (cache, None) if p.seed % 2 else (cache[..., :latent], cache[..., latent:])
+    if s.rope == "query":
+        ckv, k_rope = cache[..., :latent], own_rope
     kind = "tensor" if s.scales == "number" else None if s.scales == "none" else s.scales
     k_scale = _scale(p, s.scales, batch, 1, case.num_pages, p.seed + 8, device)
     q = _arranged(q, p.layouts[0])

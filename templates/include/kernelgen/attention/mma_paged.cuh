@@ -33,7 +33,9 @@ struct PagedLayout : PackedRows<Shape, PagedMmaParams> {
 
   // Keys and values are copied by the same spread of threads, so that one look-up serves both.
   static constexpr int kUnitChunks = Shape::kStaged ? 2 : 1;
-  static constexpr int kAcross = min_of(widest_across(KeyTile::kChunks / kUnitChunks), widest_across(ValueTile::kChunks / kUnitChunks));
+  static constexpr int kTilesAcross =
+      min_of(widest_across(KeyTile::kChunks / kUnitChunks), widest_across(ValueTile::kChunks / kUnitChunks));
+  static constexpr int kAcross = Shape::kPlainRope ? min_of(kTilesAcross, widest_across(Shape::RopeTile::kChunks)) : kTilesAcross;
   using KeyCopier = Copier<Shape, KeyTile, kAcross>;
   using ValueCopier = Copier<Shape, ValueTile, kAcross>;
 
@@ -169,7 +171,7 @@ struct PagedLayout : PackedRows<Shape, PagedMmaParams> {
 
     __device__ Loader(const Params& params, const Work& block, int tile, bool any) : p(params), work(block) {
       k = static_cast<const KeyElement*>(p.k) + work.kv_head_ * p.k_head;
-      k_rope = Shape::kRopeDim > 0 ? static_cast<const KeyElement*>(p.k_rope) - kLatentDim : nullptr;
+      k_rope = Shape::kRopeDim > 0 && !Shape::kPlainRope ? static_cast<const KeyElement*>(p.k_rope) - kLatentDim : nullptr;
       v = static_cast<const KeyElement*>(p.v) + work.kv_head_ * p.v_head + work.value_column;
       value_columns = min(Shape::kSplitColumns, Shape::kHeadDimV - work.value_column);
       if (any) next.look_up(p, work, tile * kBlockK);
@@ -180,8 +182,17 @@ struct PagedLayout : PackedRows<Shape, PagedMmaParams> {
       return [this, &pages, first_key](int step, int row) {
         const int64_t page = pages.of(step), slot = place_of(p, first_key + row).slot;
         const KeyElement* latent = k + (page * p.k_page + slot * p.k_row);
-        const KeyElement* rope = Shape::kRopeDim > 0 ? k_rope + (page * p.k_rope_page + slot * p.k_rope_row) : nullptr;
-        return [latent, rope](int column) { return (Shape::kRopeDim > 0 && column >= kLatentDim ? rope : latent) + column; };
+        const bool two = Shape::kRopeDim > 0 && !Shape::kPlainRope;
+        const KeyElement* rope = two ? k_rope + (page * p.k_rope_page + slot * p.k_rope_row) : nullptr;
+        return [latent, rope](int column) { return (two && column >= kLatentDim ? rope : latent) + column; };
+      };
+    }
+    // Rope rows in the type of the products: they need no widening.
+    __device__ auto plain_rope_at(const Pages& pages, int first_key) const {
+      return [this, &pages, first_key](int step, int row) {
+        const int64_t page = pages.of(step), slot = place_of(p, first_key + row).slot;
+        const T* from = static_cast<const T*>(p.k_rope) + (page * p.k_rope_page + slot * p.k_rope_row);
+        return [from](int column) { return from + column; };
       };
     }
     __device__ auto values_at(const Pages& pages, int first_key) const {
@@ -207,9 +218,12 @@ struct PagedLayout : PackedRows<Shape, PagedMmaParams> {
 
     using KeyBytes = ByteCopier<Shape, KeyTile, kAcross>;
     using ValueBytes = ByteCopier<Shape, ValueTile, kAcross>;
-    __device__ void load_bytes(uint32_t slot, uint32_t scales, int first_key) {
+    __device__ void load_bytes(uint32_t slot, uint32_t scales, uint32_t rope, int first_key) {
       const int rows = work.chunk.last - first_key;
-      KeyBytes::load_rows(slot, keys_at(next, first_key), rows, Shape::kHeadDim);
+      KeyBytes::load_rows(slot, keys_at(next, first_key), rows, Shape::kKeyColumns);
+      if constexpr (Shape::kPlainRope) {
+        Copier<Shape, typename Shape::RopeTile, kAcross>::load_rows(rope, plain_rope_at(next, first_key), rows, Shape::kRopeDim);
+      }
       ValueBytes::load_rows(slot + Shape::kKeyStageBytes, values_at(next, first_key), rows, value_columns);
       if constexpr (Shape::kPageScales) load_scales(scales, rows);
       advance(first_key);

@@ -104,7 +104,7 @@ struct SplitLayout : PackedRows<Shape, SplitMmaParams> {
 
     using KeyBytes = ByteCopier<Shape, KeyTile, widest_across(KeyTile::kChunks / 2)>;
     using ValueBytes = ByteCopier<Shape, ValueTile, widest_across(ValueTile::kChunks / 2)>;
-    __device__ void load_bytes(uint32_t slot, uint32_t /*scales*/, int first_key) {
+    __device__ void load_bytes(uint32_t slot, uint32_t /*scales*/, uint32_t /*rope*/, int first_key) {
       auto rows = [first_key](const KeyElement* from, int64_t stride) {
         return [from, stride, first_key](int, int row) {
           const KeyElement* address = from + (first_key + row) * stride;

@@ -46,12 +46,12 @@ struct PagedCpu {
   // Addresses of one tile's rows. Only slots of keys in use are looked up.
   struct PagedTile {
     const KeyValue* key_row[G::kBlockK];
-    const KeyValue* second_row[G::kBlockK];  // the value, or of MLA the rest of the key
+    const Second* second_row[G::kBlockK];  // the value, or of MLA the rest of the key
     float key_scale[G::kPageScales ? G::kBlockK : 1], value_scale[G::kPageScales ? G::kBlockK : 1];
 
     KERNELGEN_INLINE const KeyValue* key(int j) const { return key_row[j]; }
-    KERNELGEN_INLINE const KeyValue* value(int j) const { return second_row[j]; }
-    KERNELGEN_INLINE const KeyValue* rope(int j) const { return second_row[j]; }
+    KERNELGEN_INLINE const Second* value(int j) const { return second_row[j]; }
+    KERNELGEN_INLINE const Second* rope(int j) const { return second_row[j]; }
     KERNELGEN_INLINE float key_factor(int j) const { return key_scale[j]; }
     KERNELGEN_INLINE float value_factor(int j) const { return value_scale[j]; }
   };
@@ -59,18 +59,19 @@ struct PagedCpu {
   struct Source {
     using Tile = PagedTile;
     const Params& p;
-    const KeyValue *keys, *seconds;
+    const KeyValue* keys;
+    const Second* seconds;
     int64_t second_page, second_row, head;
     const int32_t* pages;
 
     Source(const Params& params, const Task& t) : p(params), head(t.head), pages(params.page_indices + params.page_begin[t.batch]) {
       keys = static_cast<const KeyValue*>(p.k) + t.head * p.k_head;
       if constexpr (G::kRopeDim > 0) {
-        seconds = static_cast<const KeyValue*>(p.k_rope);
+        seconds = static_cast<const Second*>(p.k_rope);
         second_page = p.k_rope_page;
         second_row = p.k_rope_row;
       } else {
-        seconds = static_cast<const KeyValue*>(p.v) + t.head * p.v_head;
+        seconds = static_cast<const Second*>(p.v) + t.head * p.v_head;
         second_page = p.v_batch;
         second_row = p.v_row;
       }
@@ -97,7 +98,7 @@ struct PagedCpu {
         const int64_t number = pages[page], left = p.page_size - row;
         const int stop = end - j < left || Options::kPages == Pages::kContiguous ? end : j + int(left);
         const KeyValue* key = keys + number * p.k_batch + row * p.k_row;
-        const KeyValue* second = seconds + number * second_page + row * second_row;
+        const Second* second = seconds + number * second_page + row * second_row;
         for (; j < stop; ++j, key += p.k_row, second += second_row) {
           found.key_row[j] = key;
           found.second_row[j] = second;

@@ -1,7 +1,8 @@
 // Second stage of attention whose keys are split: merges what the chunks of a request's keys gave, and writes output and LSE.
 //
 // The grid is (query rows, heads or fewer). A block takes one query row and one head after another; its warps divide the
-// chunks, and add up through shared memory. Requests with one chunk were written by the first stage.
+// chunks, and add up through shared memory. Requests with one chunk were written by the first stage. Without a softmax the
+// chunks' outputs are added as they are: as if each had an LSE of 0, which was never written, and without the division.
 #pragma once
 
 #include <kernelgen/attention/paged_params.cuh>
@@ -92,7 +93,8 @@ struct PagedMerge {
 #pragma unroll 2
       for (int split = warp; split < found.splits; split += kWarps) {
         const int64_t slot = slot_of(split);
-        add(state, p.partial_lse[slot], p.partial_out + slot * kColumns);
+        const float lse = Options::kSoftmax ? p.partial_lse[slot] : 0.0f;
+        add(state, lse, p.partial_out + slot * kColumns);
       }
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) shared_values[warp][i * kWarpSize + lane] = state.values[i];
@@ -129,7 +131,7 @@ struct PagedMerge {
       }
     }
     if constexpr (Options::kSinks) sum += nothing ? 0.0f : exp2_approx((p.sinks[head] - maximum) * kLog2E);
-    const float inverse = sum == 0.0f ? 0.0f : reciprocal_approx(sum);
+    const float inverse = !Options::kSoftmax ? 1.0f : sum == 0.0f ? 0.0f : reciprocal_approx(sum);
     Out* out = static_cast<Out*>(p.out) + Rows::output(p, found, head);
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {

@@ -45,6 +45,7 @@ struct PagedMmaParams {
   int32_t window_left, window_right;
   uint32_t q_keep, q_flip;
   float logit_scale, cap_scale, v_factor;
+  float k_factor;  // of latent keys beside a plain rope part
 };
 
 }  // namespace kernelgen

@@ -50,6 +50,7 @@ struct AttentionCpuParams {
   int64_t window_left, window_right;
   double scale, soft_cap;
   double v_factor;              // of the output
+  double k_factor;              // of the latent part of keys, where the rope part has no scale
 };
 
 }  // namespace kernelgen

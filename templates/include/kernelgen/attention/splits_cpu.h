@@ -42,7 +42,7 @@ struct SplitItems {
       Body::template store_rows<float>(p, item.task, b.panels[i], logit, item.task.row + i * G::kWidth, false,
                                        [&](int l, float*& out, float*& lse) {
                                          out = p.partial_out + (row + l) * kHeadDimV;
-                                         lse = p.partial_lse + row + l;
+                                         lse = G::kSoftmax ? p.partial_lse + row + l : nullptr;
                                        });
     }
   }
@@ -58,14 +58,16 @@ struct SplitItems {
   static void merge_row(const Params& p, const Item& item, int64_t l) {
     const int64_t first = item.partial_row(p) + l, distance = p.num_kv_heads * p.task_rows;  // between two splits
     const int64_t row = item.task.row + l;
+    // Without a softmax every part counts once: as if its LSE, which was never written, were 0.
+    const auto lse_of = [&](int64_t s) { return G::kSoftmax ? p.partial_lse[first + s * distance] : 0.0f; };
     double top = G::kMinusInfinity, total = 0;
     if constexpr (Options::kSinks) top = Body::sink_of(p, item.task, row);
-    for (int64_t s = 0; s < item.splits; ++s) top = p.partial_lse[first + s * distance] > top ? p.partial_lse[first + s * distance] : top;
+    for (int64_t s = 0; s < item.splits; ++s) top = lse_of(s) > top ? lse_of(s) : top;
     if (top == double(G::kMinusInfinity)) top = 0;
     if constexpr (Options::kSinks) total = __builtin_exp(Body::sink_of(p, item.task, row) - top);
     alignas(64) float sum[kHeadDimV] = {};
     for (int64_t s = 0; s < item.splits; ++s) {
-      const float lse = p.partial_lse[first + s * distance];
+      const float lse = lse_of(s);
       if (lse == G::kMinusInfinity) continue;  // skipped: 0 times what it left there might be NaN
       const double weight = __builtin_exp(lse - top);
       total += weight;
@@ -76,7 +78,7 @@ struct SplitItems {
     Output* out;
     float* lse;
     Body::place_row(p, item.task, row, out, lse);
-    const Reg factor = V::broadcast(float(total == 0 ? 1 : 1 / total));
+    const Reg factor = V::broadcast(float(!G::kSoftmax || total == 0 ? 1 : 1 / total));
     for (int d = 0; d < kHeadDimV; d += kLanes)
       V::store_first(out + d, V::load_first(sum + d, kHeadDimV - d) * factor, kHeadDimV - d);
     if (lse) *lse = total == 0 ? float(G::kMinusInfinity) : float(top + __builtin_log(total));
