@@ -57,7 +57,7 @@ def attention_forward(
         query = query.expand(key.shape[0], -1, -1, -1)
     features: dict[str, Any] = {"scale": scaling, "soft_cap": softcap}
     if s_aux is not None:
-        features["sinks"] = s_aux.to(torch.promote_types(s_aux.dtype, torch.float32))
+        features["sinks"] = s_aux.float()
     terms = _terms_of(module, attention_mask, query, key, is_causal, sliding_window)
     if position_bias is not None or terms is None:
         return _with_given_mask(query, key, value, attention_mask, terms, position_bias, features), None

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kernelgen.errors import SettingsError, VariantError
+from kernelgen.errors import DtypeError, SettingsError, VariantError
 
 
 def trace_or_name(variant: Any, backend: str, *, return_lse: bool = False, sinks: bool = False) -> Any:
@@ -18,6 +18,8 @@ def trace_or_name(variant: Any, backend: str, *, return_lse: bool = False, sinks
         return None
     from kernelgen.variants import trace
 
+    if not all(hasattr(variant, field) for field in ("score", "mask", "tensors", "scalars")):
+        raise DtypeError(f"variant: got {type(variant).__name__}, expected one made by kernelgen.variant or kernelgen.variants")
     if sinks and getattr(variant, "normalization", "softmax") == "none":
         raise SettingsError("sinks: got some with a variant of normalization 'none', expected none: a sink is a term of the softmax")
     if return_lse:

@@ -139,7 +139,8 @@ def _scalars(problem: PagedAttentionProblem, config: Config, t: PagedTensors) ->
     # Positions and windows are below 2^31: sums of both stay within int64, and an unbounded side sees everything.
     left, right = ((1 << 40) if side is None else min(side, 1 << 40) for side in p.window)
     return values | {
-        "batch": t.arrays.batch, "num_kv_heads": p.num_kv_heads, "group_size": p.group_size, "task_rows": config.block_rows,
+        "batch": t.arrays.batch, "seq_q": t.q.shape[0], "num_kv_heads": p.num_kv_heads, "group_size": p.group_size,
+        "task_rows": config.block_rows,
         "page_size": p.page_size, "page_shift": p.page_size.bit_length() - 1, "window_left": left,
         "window_right": min(right, 0) if p.causal else right, "scale": float(t.scale), "soft_cap": float(t.soft_cap or 0.0),
         "v_factor": float(t.v_factor), "k_factor": float(t.k_factor),

@@ -55,7 +55,7 @@ PARAMS = ParamStruct((
     ("alibi_batch", "i64"), ("alibi_head", "i64"),
     ("q_scale_batch", "i64"), ("q_scale_head", "i64"), ("k_scale_batch", "i64"), ("k_scale_head", "i64"),
     ("v_scale_batch", "i64"), ("v_scale_head", "i64"),
-    ("batch", "i32"), ("num_q_heads", "i32"), ("num_kv_heads", "i32"), ("group_size", "i32"),
+    ("batch", "i32"), ("num_q_heads", "i32"), ("num_kv_heads", "i32"), ("group_size", "i32"), ("q_rows", "i32"),
     ("page_size", "i32"), ("page_shift", "i32"),
     ("window_left", "i32"), ("window_right", "i32"), ("q_keep", "i32"), ("q_flip", "i32"),
     ("logit_scale", "f32"), ("cap_scale", "f32"), ("v_factor", "f32"), ("k_factor", "f32"),
@@ -212,7 +212,7 @@ def _scalars(problem: PagedAttentionProblem, t: PagedTensors) -> dict[str, int |
     values |= logit_scalars(p, float(t.scale), t.soft_cap) | {"v_factor": float(t.v_factor), "k_factor": float(t.k_factor)}
     # The problem's counts are rounded up: the arrays say how many requests there are.
     values |= {"batch": t.arrays.batch, "num_q_heads": p.num_q_heads, "num_kv_heads": p.num_kv_heads, "group_size": p.group_size,
-               "page_size": p.page_size, "page_shift": p.page_size.bit_length() - 1}
+               "q_rows": t.q.shape[0], "page_size": p.page_size, "page_shift": p.page_size.bit_length() - 1}
     return values
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from kernelgen import variants
 from kernelgen.dispatch.select import choose
 from kernelgen.kernels.attention import split_mma
 from kernelgen.kernels.attention.cut import Cut, SplitConfig, cut_of, keys_in_sight
@@ -31,6 +32,7 @@ from kernelgen.testing.cuda_emulator import EmulatedKernel
 from kernelgen.testing.resources import ARCHS, assert_within_table, compiled, covered, measured
 from kernelgen.testing.split_cases import CASES, run_split
 from kernelgen.testing.tolerance import assert_bits_equal
+from kernelgen.variants import trace
 
 TABLE = Path(__file__).with_name("ptxas_attention_split_mma.json")
 TABLE_ARCHS = ("sm_80", "sm_90a")
@@ -143,6 +145,14 @@ def test_what_a_launch_cannot_hold_is_illegal() -> None:
         division = Division(64 if not change else 16, 1, 256, 1024)
         verdict = split_mma.legal(replace(BASE, **change), TARGET, SplitConfig(tile, division))  # type: ignore[arg-type]
         assert not verdict and words in verdict.reason
+
+
+def test_variants_without_a_softmax_compile() -> None:
+    target, base = Target.parse("sm_80"), next(iter(split_mma.coverage()))[0]
+    problems = [replace(base, variant=trace(variants.sigmoid()), **change)  # type: ignore[arg-type]
+                for change in ({}, {"layout": "ragged", "seq_q": 2, "kv_dtype": "e4m3", "q_dtype": "fp16", "out_dtype": "fp16"})]
+    for name, report in compiled(split_mma.spec(p, target, next(iter(split_mma.candidates(p, target)))) for p in problems).items():
+        assert report["spill_stores"] == 0, name
 
 
 def test_one_spec_for_all_sizes() -> None:

@@ -12,7 +12,7 @@ struct PackedWork {
   int request, kv_head_, value_column;
   int item;            // among all requests
   int first_row;       // packed, of this block
-  int num_packed;      // packed rows of the request
+  int num_packed;      // packed rows of the request that are in q
   int seq_q, seq_k;    // queries of the request, keys in use
   int q_start;         // rows in front of the request
   Interval chunk;      // of keys

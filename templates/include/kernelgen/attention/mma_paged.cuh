@@ -68,7 +68,7 @@ struct PagedLayout : PackedRows<Shape, PagedMmaParams> {
     work.q_start = p.q_indptr[work.request];
     work.seq_q = p.q_indptr[work.request + 1] - work.q_start;
     work.seq_k = p.kv_lens[work.request];
-    work.num_packed = work.seq_q * p.group_size;
+    work.num_packed = min(work.seq_q, p.q_rows - work.q_start) * p.group_size;
     const int chunk = *p.chunk;
     const int splits = max((work.seq_k + chunk - 1) / chunk, 1);
     int local = work.item - first_item;
@@ -78,6 +78,7 @@ struct PagedLayout : PackedRows<Shape, PagedMmaParams> {
     }
     const int tile = local / splits;
     work.first_row = tile * kBlockQ;
+    if (work.first_row >= work.num_packed) return false;  // rows that q does not have
     Rows::take_chunk(work, 0, chunk, local - tile * splits, splits);
     work.pages = p.page_indices + p.page_begin[work.request];
     if constexpr (Shape::kPageScales) work.value_reference = largest_value_scale(p, work);

@@ -35,7 +35,8 @@ struct PagedCpu {
     item.splits = t.k_len > chunk ? (t.k_len + chunk - 1) / chunk : 1;
     item.split = within % item.splits;
     t.row = within / item.splits * p.task_rows;
-    t.rows = clamp(t.q_len * p.group_size - t.row, 0, p.task_rows);
+    const int64_t present = clamp(p.seq_q - t.q_begin, 0, t.q_len);  // an update may plan more rows than this run's q has
+    t.rows = clamp(present * p.group_size - t.row, 0, p.task_rows);
     t.chunk_begin = item.split * chunk;
     t.chunk_end = t.chunk_begin + chunk < t.k_len ? t.chunk_begin + chunk : t.k_len;
     return item;

@@ -41,6 +41,7 @@ struct PagedMmaParams {
   int64_t alibi_batch, alibi_head;
   int64_t q_scale_batch, q_scale_head, k_scale_batch, k_scale_head, v_scale_batch, v_scale_head;
   int32_t batch, num_q_heads, num_kv_heads, group_size;
+  int32_t q_rows;  // of q and out: an update may plan more than a captured run has
   int32_t page_size, page_shift;
   int32_t window_left, window_right;
   uint32_t q_keep, q_flip;

@@ -42,7 +42,7 @@ struct AttentionCpuParams {
   int64_t alibi_batch, alibi_head, sink_head;
   int64_t q_scale_batch, q_scale_head, k_scale_batch, k_scale_head, v_scale_batch, v_scale_head;  // paged: _batch of a page
   int64_t q_rope_row, q_rope_head, k_rope_page, k_rope_row;
-  int64_t batch, seq_q, seq_k;  // ragged: total tokens
+  int64_t batch, seq_q, seq_k;  // ragged: total tokens; paged: seq_q rows of q
   int64_t num_kv_heads, group_size;
   int64_t task_rows;            // a multiple of kWidth
   int64_t page_size, page_shift;
