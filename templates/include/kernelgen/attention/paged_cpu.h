@@ -14,6 +14,7 @@ struct PagedCpu {
   using Task = typename G::Task;
   using Item = typename Splits::Item;
   using KeyValue = typename G::KeyValue;
+  using Second = typename G::Second;
 
   // Tasks beyond the last item have no rows.
   static Item locate(const Params& p, int64_t task) {
