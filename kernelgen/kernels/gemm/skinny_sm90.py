@@ -95,8 +95,9 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
     sums = c.mma_m * c.tokens // 2 * (2 if promotes(problem) else 1)
     return first_no(
         (problem.m <= c.tokens <= MAX_ROWS and c.tokens % 8 == 0, f"config {c}: {problem.m} rows of a do not fit {c.tokens}"),
-        (c.mma_m in (1, 2) and c.stages >= 2 and c.blocks_k >= 1, f"config {c}: 1 or 2 parts, 2 stages or more"),
-        (c.groups in (1, 2, 4) and c.stages >= c.groups, f"config {c}: 1, 2 or 4 warpgroups, each with a stage"),
+        (c.mma_m in (1, 2) and c.blocks_k >= 1, f"config {c}: 1 or 2 parts of at least one box"),
+        # A warpgroup gives a stage back once it has the next one: with fewer than two each the ring would stand still.
+        (c.groups in (1, 2, 4) and c.stages >= 2 * c.groups, f"config {c}: 1, 2 or 4 warpgroups, each with two stages"),
         (c.split_k in (1, 2, 4, 8), f"config {c}: clusters of 1, 2, 4 or 8"),
         (not splits(problem) or problem.b_order == "col" or c.mma_m == 2, f"config {c}: rows of gate and up are loaded by 64 columns"),
         (sums <= _MAX_SUMS, f"config {c} has {sums} accumulators per thread, expected at most {_MAX_SUMS}"),
@@ -107,10 +108,11 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
 
 def _configs(problem: GemmProblem) -> Iterator[Config]:
     tokens = next((n for n in (8, 16, 32, 64, 128) if n >= problem.m), MAX_ROWS)
-    for mma_m, split_k, blocks_k, groups in product((1, 2), (1, 2, 4, 8), (2, 1), (1, 2, 4)):
+    # One warpgroup: more of them have not been timed.
+    for mma_m, split_k, blocks_k in product((1, 2), (1, 2, 4, 8), (2, 1)):
         stage = blocks_k * (mma_m * MMA_ROWS + tokens) * ROW_BYTES
         for budget in (109 << 10, 220 << 10):  # two blocks per SM, or one
-            yield Config(mma_m, tokens, min(budget // stage, 12) // groups * groups, blocks_k, groups, split_k)
+            yield Config(mma_m, tokens, min(budget // stage, 12), blocks_k, 1, split_k)
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,8 @@ class _Model:
     """Microseconds, fitted to 16 problems x 9 - 11 configs on an H200 (2026-11-30); its choices are within 3.5 % of the best of them.
 
     step        128 bytes of K in one block, whatever the tile; row: for each row of the two tiles more
+    pace        (rows of a, 128 bytes of K, the same with a ring of 160 KB or more): what one warpgroup takes at least; with few
+                rows as its products wait for each other, with 64 and more for shared memory, which blocks of an SM share
     wave        from one set of resident blocks to the next
     split       per block of a cluster
     sum         a float32 sum of the tile: leaving, collecting and finishing it
@@ -130,6 +134,8 @@ class _Model:
     split: float = 0.26
     sum: float = 0.00098
     bytes_per_us: float = 4.4e6
+    pace: tuple[tuple[int, float, float], ...] = (
+        (8, 0.155, 0.155), (16, 0.225, 0.225), (32, 0.27, 0.27), (64, 0.33, 0.24), (128, 0.4, 0.25))
 
 
 _MODEL = _Model()
@@ -144,7 +150,12 @@ def _cost(problem: GemmProblem, target: Target, config: Config) -> float:
     waves = -(-blocks // slots)
     stages = -(-problem.k // (depth(problem) * c.blocks_k))
     steps = -(-stages // c.split_k) * c.blocks_k
-    alone = steps * (model.step + model.row * (c.columns + c.tokens))
+    pace = 0.0
+    if not promotes(problem):
+        _, short, deep = next(row for row in model.pace if row[0] >= c.tokens)
+        beside = -(-min(blocks, slots) // sms) if c.tokens >= 64 else 1
+        pace = (deep if c.shared_memory >= 160 << 10 else short) * beside
+    alone = steps * max(model.step + model.row * (c.columns + c.tokens), pace)
     memory = steps * c.columns * ROW_BYTES / model.bytes_per_us  # per block
     full, last = max(alone, memory * min(blocks, slots)), max(alone, memory * (blocks - (waves - 1) * slots))
     ends = waves * (model.wave + model.sum * c.tokens * c.columns) + model.split * (c.split_k if c.split_k > 1 else 0)

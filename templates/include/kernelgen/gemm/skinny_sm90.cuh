@@ -65,6 +65,7 @@ struct SkinnySm90 : Options {
   using TileA = SmemTile<T, kTokens, kDepth, true>;
   using Product = Wgmma<T, kTokens>;
   using Ring = Pipeline<kStages, 4>;
+  static_assert(kStages >= 2 * kGroups, "a warpgroup gives a stage back once it has its next one");
 
   static constexpr Gate kGate = Options::kGate;
   static constexpr bool kGated = kGate != Gate::kNone;
