@@ -241,9 +241,9 @@ def explain_mla(*args: Any, target: Target, backend: str, live: bool, **kwargs: 
         "head_dim_rope": 64, "kv_scales": None, "batch_invariant": False, "deterministic": True,
     }
     values = defaults | dict(zip(("page_table",), args)) | kwargs
-    for name in ("scale", "device", "cuda_graph_bounds"):  # change no choice
+    for name in ("scale", "device"):  # change no choice
         values.pop(name, None)
-    table = values.pop("page_table")
+    table, bounds = values.pop("page_table"), values.pop("cuda_graph_bounds", None)
     check_table(table)
     batch = read_batch(table, query_starts(values.pop("q_lens"), values.pop("cu_seqlens_q"), table.batch))
-    return choose(_describe(batch, **values), target, backend, live=live)
+    return choose(_describe(batch, **values, bounds=bounds), target, backend, live=live)

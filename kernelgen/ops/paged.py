@@ -452,12 +452,12 @@ def explain_paged_attention(*args: Any, target: Target, backend: str, live: bool
         "kv_scales": None, "rotation": None, "batch_invariant": False, "deterministic": True,
     }
     values = defaults | dict(zip(("page_table",), args)) | kwargs
-    for name in ("scale", "device", "cuda_graph_bounds"):  # change no choice
+    for name in ("scale", "device"):  # change no choice
         values.pop(name, None)
-    table = values.pop("page_table")
+    table, bounds = values.pop("page_table"), values.pop("cuda_graph_bounds", None)
     check_table(table)
     batch = read_batch(table, query_starts(values.pop("q_lens"), values.pop("cu_seqlens_q"), table.batch))
-    return choose(_describe(batch, **values, backend=backend), target, backend, live=live)
+    return choose(_describe(batch, **values, backend=backend, bounds=bounds), target, backend, live=live)
 
 
 def run_reference(problem: PagedAttentionProblem, t: PagedTensors) -> None:
