@@ -13,6 +13,7 @@ from kernelgen.ops.checks import check_output, check_rank
 from kernelgen.ops.page_table import Lengths, PageTable
 from kernelgen.ops.paged import Cache, plan_attention
 from kernelgen.ops.scales import Scale
+from kernelgen.ops.variants import check_has_lse
 from kernelgen.reference.plain import default_out_dtype
 from kernelgen.settings import settings
 
@@ -42,6 +43,8 @@ def cascade_attention(
     if not levels:
         raise ShapeError("levels: got none, expected at least one (page table, cu_seqlens_q)")
     check_rank("q", q, 3, "(Tq, Hq, D)")
+    if return_lse or lse is not None:
+        check_has_lse(variant)
     joined = {"window": check_window(window) != (None, None), "alibi_slopes": alibi_slopes is not None, "mask": mask is not None,
               "variant": variant is not None, "kv_scales='request_head'": kv_scales == "request_head",
               "q_scale by request": isinstance(q_scale, torch.Tensor) and q_scale.dim() == 2}
