@@ -17,6 +17,7 @@ from kernelgen.ops.joined import Joined, Level, join_levels
 from kernelgen.ops.page_table import Lengths, PageTable
 from kernelgen.ops.paged import Cache, plan_attention
 from kernelgen.ops.scales import Scale
+from kernelgen.ops.variants import check_has_lse
 from kernelgen.reference.paged import split_cache
 from kernelgen.reference.plain import default_out_dtype
 from kernelgen.settings import settings
@@ -52,6 +53,8 @@ def cascade_attention(
     if not levels:
         raise ShapeError("levels: got none, expected at least one (page table, cu_seqlens_q)")
     check_rank("q", q, 3, "(Tq, Hq, D)")
+    if return_lse or lse is not None:
+        check_has_lse(variant)
     if out is not None and out.dtype != q.dtype and q.dtype not in _FP8:
         raise DtypeError(f"out: got {out.dtype}, expected {q.dtype}")
     asked = settings().backend if backend == "auto" else backend

@@ -120,6 +120,8 @@ def test_plans_refuse_them() -> None:
     q, k, v = random_tensors([(2, 2, D), (2, 4, 2, D), (2, 4, 2, D)], seed=2)
     with pytest.raises(SettingsError, match="return_lse: got True"):
         plan.run(q, (k, v), return_lse=True)
+    with pytest.raises(SettingsError, match="return_lse: got True"):
+        kernelgen.cascade_attention(q, (k, v), [(table, [0, 1, 2])], variant=variants.sigmoid(), return_lse=True)
 
 
 @pytest.mark.parametrize("change, words", [({"return_lse": True}, "no softmax and therefore no LSE"), ({"sinks": True}, "sinks")])
