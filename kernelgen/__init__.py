@@ -54,6 +54,8 @@ _PUBLIC = {
     "moe_permute": "kernelgen.ops.eager",
     "moe_sort": "kernelgen.ops.eager",
     "moe_unpermute": "kernelgen.ops.eager",
+    "PackedWeight": "kernelgen.ops.weights",
+    "pack_weight": "kernelgen.ops.weights",
     "quantize_fp8": "kernelgen.ops.eager",
     "rope": "kernelgen.ops.rope",
     "rmsnorm": "kernelgen.ops.rows",
@@ -94,6 +96,8 @@ if TYPE_CHECKING:
     from kernelgen.ops.rows import rmsnorm as rmsnorm
     from kernelgen.ops.rows import silu_and_mul as silu_and_mul
     from kernelgen.ops.sdpa import sdpa as sdpa
+    from kernelgen.ops.weights import PackedWeight as PackedWeight
+    from kernelgen.ops.weights import pack_weight as pack_weight
     from kernelgen.targets import Target as Target
     from kernelgen.variants import variant as variant
 
@@ -121,8 +125,9 @@ import_module("kernelgen.toolchains.nvrtc").import_bindings()
 
 __all__ = [
     "ArtifactMissingError", "AttentionPlan", "CacheError", "CompileError", "DeviceError", "DtypeError", "GraphBounds", "KernelgenError",
-    "LaunchError", "LayoutError", "MLAPlan", "NoBackendError", "PageTable", "SettingsError", "ShapeError", "Target", "ToolchainMissing",
-    "VariantError", "alibi_slopes", "append_kv", "append_mla", "attention", "attention_varlen", "cascade_attention", "explain", "gemm",
-    "grouped_gemm", "grouped_gemm_masked", "merge_states", "moe", "moe_permute", "moe_sort", "moe_unpermute", "plan_attention",
-    "plan_mla", "quantize_fp8", "rmsnorm", "rope", "rope_append_kv", "route", "sdpa", "silu_and_mul", "variant", "variants",
+    "LaunchError", "LayoutError", "MLAPlan", "NoBackendError", "PackedWeight", "PageTable", "SettingsError", "ShapeError", "Target",
+    "ToolchainMissing", "VariantError", "alibi_slopes", "append_kv", "append_mla", "attention", "attention_varlen", "cascade_attention",
+    "explain", "gemm", "grouped_gemm", "grouped_gemm_masked", "merge_states", "moe", "moe_permute", "moe_sort", "moe_unpermute",
+    "pack_weight", "plan_attention", "plan_mla", "quantize_fp8", "rmsnorm", "rope", "rope_append_kv", "route", "sdpa", "silu_and_mul",
+    "variant", "variants",
 ]

@@ -143,7 +143,7 @@ class GemmTensors(NamedTuple):
     scale_a    (Ba, M, 1); with a block recipe (Ba, M, ceil(K / 128))
     scale_b    (Bb, 1, N); with blocks (Bb, ceil(K / 128), N or ceil(N / 128)); of a packed weight (Bb, ceil(K / group), N)
     zero_b     zero points of a packed int4 weight, uint8, shape of scale_b
-    out_scale  where the output is quantised: (Ba, M, 1), or (Ba, M, ceil(N / 128)); one entry and strides 0 for "tensor"
+    out_scale  where the output is quantised: (Ba, M, 1), or (Ba, M, ceil(N / 128)); (1, 1, 1) with strides 0 for "tensor"
 
     A packed weight's ``b`` is its codes (Bb, N, ceil(K / 2)) uint8, an even k in the low nibble.
     """
