@@ -56,7 +56,7 @@ _PUBLIC = {
     "moe_unpermute": "kernelgen.ops.eager",
     "PackedWeight": "kernelgen.ops.weights",
     "pack_weight": "kernelgen.ops.weights",
-    "quantize_fp8": "kernelgen.ops.eager",
+    "quantize_fp8": "kernelgen.ops.quantize",
     "rope": "kernelgen.ops.rope",
     "rmsnorm": "kernelgen.ops.rows",
     "silu_and_mul": "kernelgen.ops.rows",
@@ -81,7 +81,6 @@ if TYPE_CHECKING:
     from kernelgen.ops.eager import moe_permute as moe_permute
     from kernelgen.ops.eager import moe_sort as moe_sort
     from kernelgen.ops.eager import moe_unpermute as moe_unpermute
-    from kernelgen.ops.eager import quantize_fp8 as quantize_fp8
     from kernelgen.ops.gemm import gemm as gemm
     from kernelgen.ops.merge import merge_states as merge_states
     from kernelgen.ops.mla import MLAPlan as MLAPlan
@@ -92,6 +91,7 @@ if TYPE_CHECKING:
     from kernelgen.ops.paged import AttentionPlan as AttentionPlan
     from kernelgen.ops.paged import plan_attention as plan_attention
     from kernelgen.ops.planning import GraphBounds as GraphBounds
+    from kernelgen.ops.quantize import quantize_fp8 as quantize_fp8
     from kernelgen.ops.rope import rope as rope
     from kernelgen.ops.rows import rmsnorm as rmsnorm
     from kernelgen.ops.rows import silu_and_mul as silu_and_mul

@@ -103,9 +103,22 @@ def _gemm(o: Options) -> Call:
     return Call((a, _weight(o, lead if o["batched_b"] else (), k, n)), _features(o, lead, m, n, k))
 
 
+def _quantize_fp8(o: Options) -> Call:
+    lead = () if o["batch"] is None else (o["batch"],)
+    return Call((meta((*lead, *o["x"]), o["dtype"], grad=o["grad"]), o["recipe"]), {
+        "dtype": torch_dtype(o["code_dtype"]), "activation": o["activation"], "gate_up": o["gate_up"]})
+
+
 FORMS: dict[str, Form] = {
     "gemm": Form("activation(a @ b + bias) + beta * c.", (
         click.option("--mnk", type=Dims("M,N,K", example="512,4096,4096"), required=True, help="Extents; N is that of b."),
         *_ORDERS, number("--batch", "a is (BATCH, M, K)."), flag("--batched-b", "b is (BATCH, K, N)."), *_EPILOGUE,
     ), _gemm),
+    "quantize_fp8": Form("Floating values to fp8 codes and their scales.", (
+        click.option("--x", type=Dims("ROWS,WIDTH", example="512,4096"), required=True, help="Shape of x."),
+        number("--batch", "x is (BATCH, ROWS, WIDTH)."),
+        choice("--recipe", ("tensor", "row", "block_1x128", "block_128x128"), "Which codes share a scale.", default="tensor",
+               show_default=True),
+        element("--code-dtype", "e4m3 or e5m2.", default="e4m3", show_default=True), ACTIVATION, GATE_UP, DTYPE, ALIGNMENT, GRAD,
+    ), _quantize_fp8),
 }

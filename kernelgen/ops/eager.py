@@ -116,25 +116,3 @@ def _deliver(
     else:
         value = value.to(dtype)
     return value if scale is None else (value, scale)
-
-
-def quantize_fp8(
-    x: torch.Tensor, recipe: str = "tensor", *, dtype: torch.dtype = torch.float8_e4m3fn, activation: str | None = None,
-    out: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (.., M, K) to fp8 codes (.., M, K) and their float32 scale, x = codes * scale up to rounding.
-
-    Recipes and scale shapes: "tensor" (), "row" (.., M, 1), "block_1x128" (.., M, ceil(K/128)), "block_128x128" (..,
-    ceil(M/128), ceil(K/128)). scale = amax / max(dtype), 1 where amax is 0. ``dtype`` float8_e4m3fn or float8_e5m2;
-    ``activation`` is applied first (a gated one halves K). ``out``: (codes, scale) to write to.
-
-    Raises ShapeError, DtypeError, SettingsError.
-    """
-    check_tensors(x=x)
-    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
-    codes, scale = reference.quantize_fp8(x, recipe, dtype=dtype, activation=activation, compute_dtype=compute)
-    if out is None:
-        return codes, scale
-    check_output("out codes", out[0], tuple(codes.shape), codes.dtype, x.device)
-    check_output("out scale", out[1], tuple(scale.shape), scale.dtype, x.device)
-    return out[0].copy_(codes), out[1].copy_(scale)

@@ -104,21 +104,22 @@ def gemm(
             remember(_calls, key, _prepared_generated(call, run))
         elif not packed and c is scale_a is out_scale:
             remember(_calls, key, _prepared(call.tensors, call.result.shape, run))
-    return deliver(run(call.tensors), call.tensors, call.result)
+    return deliver(run(call.tensors), call.tensors.out, call.tensors.out_scale, call.result)
 
 
-def deliver(value: Any, t: Any, result: Result) -> Any:
-    """What the caller gets: a backend's own result where it gave one, else what it wrote, in the caller's shapes."""
+def deliver(value: Any, out: torch.Tensor, scale: torch.Tensor | None, result: Result) -> Any:
+    """What the caller gets: a backend's own result where it gave one, else what it wrote (``out`` and ``scale``, views or copies
+    of the caller's tensors)."""
     if value is not None:
         if not isinstance(value, tuple):
             return value.view(result.shape)
         return value[0].view(result.shape), value[1]
     if not is_view(result.out):
-        result.out.copy_(t.out.view(result.shape))
+        result.out.copy_(out.view(result.shape))
     if result.scale is None:
         return result.out
-    if not is_view(result.scale):
-        result.scale.copy_(t.out_scale.view(result.scale.shape))
+    if scale is not None and not is_view(result.scale):
+        result.scale.copy_(scale.view(result.scale.shape))
     return result.out, result.scale
 
 

@@ -177,6 +177,8 @@ def check_scale_output(name: str, scale: torch.Tensor, shape: tuple[int, ...], d
     """A scale to be written: any strides, so that either dimension may be the contiguous one."""
     if not isinstance(scale, torch.Tensor):
         raise DtypeError(f"{name}: got {type(scale).__name__}, expected a torch.Tensor")
+    if scale.numel() == 0:  # no strides to look at
+        scale = torch.empty_like(scale, memory_format=torch.contiguous_format)
     # Seen from its larger strides to its smaller ones it must be an ordinary output.
     order = sorted(range(scale.dim()), key=lambda d: scale.stride()[d], reverse=True)
     if scale.dim() == len(shape) and (not order or scale.stride(order[-1]) <= 1):

@@ -140,11 +140,13 @@ def check_quantized_gemm(
     codes, scale = results[0]
     # A value at the edge of two codes may go either way.
     torch.testing.assert_close(scale, near_scale, rtol=1e-5, atol=0)
-    assert_close_to_reference(_meaning(codes, scale), exact, _meaning(near_codes, near_scale), what=what, seed=seed)
+    assert_close_to_reference(fp8_values(codes, scale), exact, fp8_values(near_codes, near_scale), what=what, seed=seed)
 
 
-def _meaning(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """float32 values of codes (.., M, N) with a scale (), (.., M, 1) or (.., M, blocks)."""
-    if scale.dim() and scale.shape[-1] != 1:
+def fp8_values(codes: torch.Tensor, scale: torch.Tensor, *, rows_in_blocks: bool = False) -> torch.Tensor:
+    """float32 values of codes (.., M, N) with a scale (), (.., M, 1), (.., M, blocks) or, ``rows_in_blocks``, (.., blocks, blocks)."""
+    if scale.dim() and (scale.shape[-1] != 1 or rows_in_blocks):
         scale = scale.repeat_interleave(128, -1)[..., : codes.shape[-1]]
+    if rows_in_blocks:
+        scale = scale.repeat_interleave(128, -2)[..., : codes.shape[-2], :]
     return codes.float() * scale

@@ -23,6 +23,7 @@ from kernelgen.problems.cache_ops import AppendProblem, MergeProblem, RopeProble
 from kernelgen.problems.gemm import GemmProblem
 from kernelgen.problems.moe import MoeProblem, RouteProblem
 from kernelgen.problems.paged import PagedAttentionProblem
+from kernelgen.problems.quantize import QuantizeProblem
 from kernelgen.problems.rows import RmsNormProblem, SiluAndMulProblem
 from kernelgen.reference.masks import Variant
 from kernelgen.variants import sigmoid, trace
@@ -86,6 +87,12 @@ REACHED: dict[type, dict[str, dict[str, Any]]] = {
         "silu_and_mul --x 4,64 --dtype fp32": dict(rows=4, width=32, dtype="fp32"),
         "silu_and_mul --x 4,64 --grad": dict(requires_grad=True),
         "silu_and_mul --x 4,64 --alignment 1": dict(alignment=1),
+    },
+    QuantizeProblem: {
+        "quantize_fp8 --x 4,64 --batch 2": dict(batch=2, rows=4, width=64, dtype="bf16", recipe="tensor", code_dtype="e4m3"),
+        "quantize_fp8 --x 4,64 --recipe block_1x128 --code-dtype e5m2 --activation swiglu --gate-up up_first --dtype fp32": dict(
+            width=32, recipe="block_1x128", code_dtype="e5m2", activation="swiglu", gate_up="up_first", dtype="fp32"),
+        "quantize_fp8 --x 4,64 --alignment 2 --grad": dict(alignment=2, requires_grad=True),
     },
     MoeProblem: {
         MOE: dict(tokens=4, hidden=256, intermediate=128, experts=8, k=2, x_dtype="bf16", out_dtype="bf16", gated=True),

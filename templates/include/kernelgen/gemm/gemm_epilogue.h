@@ -2,13 +2,11 @@
 #pragma once
 
 #include "kernelgen/activation/activations.h"
+#include "kernelgen/gemm/gate.cuh"
 #include "kernelgen/gemm/operands.h"
 #include "kernelgen/gemm/scales.h"
 
 namespace kernelgen {
-
-// Where the gate and the up columns of b are: halves, or even and odd columns.
-enum class Gate { kNone, kGateFirst, kUpFirst, kInterleaved };
 
 // `Options` is the rendered file's struct of compile-time constants:
 //   Element (of a), ElementB, Out, Bias, C, Scale (of b); kTileRows, kTileVecs, kGrouping

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "kernelgen/gemm/gemm_params.h"
-#include "kernelgen/gemm/quantize_rows.h"
+#include "kernelgen/quantize/quantize_rows.h"
 
 namespace kernelgen {
 
