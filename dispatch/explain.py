@@ -40,16 +40,21 @@ _ATTENTION: dict[str, torch.dtype | None] = {
 }
 _PLACE = ("positions", "batch_indices", "slot_mapping")
 _APPEND: dict[str, torch.dtype | None] = {"kv_cache": None, "k": None, "v": None, **dict.fromkeys(_PLACE, _I32)}
+_PRODUCT: dict[str, torch.dtype | None] = {
+    "a": None, "b": None, "bias": None, "c": None, "out": None, "scale_a": _F32, "scale_b": _F32}
 _OPS = {
     "attention": _Op("kernelgen.ops.attention", "attention", "explain_attention", shapes=_ATTENTION, indices=("kv_lens",)),
     "attention_varlen": _Op(
         "kernelgen.ops.attention", "attention_varlen", "explain_attention",
         shapes=_ATTENTION | {"cu_seqlens_q": _I32, "cu_seqlens_k": _I32}, indices=("cu_seqlens_q", "cu_seqlens_k", "kv_lens")),
-    "gemm": _Op("kernelgen.ops.gemm", "gemm", "explain_gemm", shapes={
-        "a": None, "b": None, "bias": None, "c": None, "out": None, "scale_a": _F32, "scale_b": _F32}),
+    "gemm": _Op("kernelgen.ops.gemm", "gemm", "explain_gemm", shapes=_PRODUCT),
     "rmsnorm": _Op("kernelgen.ops.rows", "rmsnorm", "explain_rmsnorm", optional=("weight",), shapes={
         "x": None, "weight": None, "residual": None, "out": None}),
     "silu_and_mul": _Op("kernelgen.ops.rows", "silu_and_mul", "explain_silu_and_mul", shapes={"x": None, "out": None}),
+    "grouped_gemm": _Op("kernelgen.ops.grouped", "grouped_gemm", "explain_grouped_gemm", shapes=_PRODUCT | {"offsets": _I32},
+                        indices=("offsets",)),
+    "grouped_gemm_masked": _Op("kernelgen.ops.grouped", "grouped_gemm_masked", "explain_grouped_gemm_masked",
+                               shapes=_PRODUCT | {"counts": _I32}, indices=("counts",)),
     "quantize_fp8": _Op("kernelgen.ops.quantize", "quantize_fp8", "explain_quantize_fp8", shapes={"x": None}),
     "moe": _Op("kernelgen.ops.moe", "moe", "explain_moe", shapes={
         "x": None, "w13": None, "w2": None, "weights": _F32, "ids": _I32, "bias13": None, "bias2": None, "scale13": _F32,

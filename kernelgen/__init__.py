@@ -48,8 +48,8 @@ _PUBLIC = {
     "append_mla": "kernelgen.ops.append",
     "rope_append_kv": "kernelgen.ops.append",
     "alibi_slopes": "kernelgen.ops.eager",
-    "grouped_gemm": "kernelgen.ops.eager",
-    "grouped_gemm_masked": "kernelgen.ops.eager",
+    "grouped_gemm": "kernelgen.ops.grouped",
+    "grouped_gemm_masked": "kernelgen.ops.grouped",
     "merge_states": "kernelgen.ops.merge",
     "moe_permute": "kernelgen.ops.eager",
     "moe_sort": "kernelgen.ops.eager",
@@ -76,12 +76,12 @@ if TYPE_CHECKING:
     from kernelgen.ops.attention import attention_varlen as attention_varlen
     from kernelgen.ops.cascade import cascade_attention as cascade_attention
     from kernelgen.ops.eager import alibi_slopes as alibi_slopes
-    from kernelgen.ops.eager import grouped_gemm as grouped_gemm
-    from kernelgen.ops.eager import grouped_gemm_masked as grouped_gemm_masked
     from kernelgen.ops.eager import moe_permute as moe_permute
     from kernelgen.ops.eager import moe_sort as moe_sort
     from kernelgen.ops.eager import moe_unpermute as moe_unpermute
     from kernelgen.ops.gemm import gemm as gemm
+    from kernelgen.ops.grouped import grouped_gemm as grouped_gemm
+    from kernelgen.ops.grouped import grouped_gemm_masked as grouped_gemm_masked
     from kernelgen.ops.merge import merge_states as merge_states
     from kernelgen.ops.mla import MLAPlan as MLAPlan
     from kernelgen.ops.mla import plan_mla as plan_mla

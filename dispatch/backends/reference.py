@@ -98,7 +98,9 @@ _RUN: dict[str, Callable[[Any, Any], Any]] = {
 }
 # Ops whose call of the oracle lives beside their public function.
 _LATER = {
-    "append": "kernelgen.ops.append", "merge_states": "kernelgen.ops.merge", "moe": "kernelgen.ops.moe", "route": "kernelgen.ops.moe",
+    "append": "kernelgen.ops.append", "grouped_gemm": "kernelgen.ops.grouped",
+    "merge_states": "kernelgen.ops.merge", "moe": "kernelgen.ops.moe",
+    "route": "kernelgen.ops.moe",
     "paged_attention": "kernelgen.ops.paged", "quantize_fp8": "kernelgen.ops.quantize", "rope": "kernelgen.ops.rope",
 }
 

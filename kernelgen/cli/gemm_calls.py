@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import click
@@ -20,6 +21,7 @@ from kernelgen.cli.options import (
     choice,
     element,
     flag,
+    index,
     meta,
     number,
     torch_dtype,
@@ -103,6 +105,16 @@ def _gemm(o: Options) -> Call:
     return Call((a, _weight(o, lead if o["batched_b"] else (), k, n)), _features(o, lead, m, n, k))
 
 
+def _grouped(o: Options, *, masked: bool) -> Call:
+    (m, n, k), groups = o["mnk"], o["groups"]
+    by_k = not masked and o["k_grouped"]
+    a = _matrix((groups, m, k) if masked else (m, k), o["a_order"], o["dtype"], grad=o["grad"])
+    features = _features(o, (groups,) if masked or by_k else (), m, n, k)
+    if o["bias_per_group"]:
+        features["bias"] = meta((groups, n), o["bias_dtype"] or "fp32")
+    return Call((a, _weight(o, () if by_k else (groups,), k, n), index(groups)), features)
+
+
 def _quantize_fp8(o: Options) -> Call:
     lead = () if o["batch"] is None else (o["batch"],)
     return Call((meta((*lead, *o["x"]), o["dtype"], grad=o["grad"]), o["recipe"]), {
@@ -114,6 +126,16 @@ FORMS: dict[str, Form] = {
         click.option("--mnk", type=Dims("M,N,K", example="512,4096,4096"), required=True, help="Extents; N is that of b."),
         *_ORDERS, number("--batch", "a is (BATCH, M, K)."), flag("--batched-b", "b is (BATCH, K, N)."), *_EPILOGUE,
     ), _gemm),
+    "grouped_gemm": Form("One product per group of rows, or of K.", (
+        click.option("--mnk", type=Dims("M,N,K", example="4096,4096,7168"), required=True, help="Extents; what is grouped is counted "
+                     "for all groups together."),
+        number("--groups", "Groups.", required=True), flag("--k-grouped", "Groups of K, not of rows."), *_ORDERS,
+        flag("--bias-per-group"), *_EPILOGUE,
+    ), partial(_grouped, masked=False)),
+    "grouped_gemm_masked": Form("One product per group, of which the first rows count.", (
+        click.option("--mnk", type=Dims("M,N,K", example="256,4096,7168"), required=True, help="Extents of one group."),
+        number("--groups", "Groups.", required=True), *_ORDERS, flag("--bias-per-group"), *_EPILOGUE,
+    ), partial(_grouped, masked=True)),
     "quantize_fp8": Form("Floating values to fp8 codes and their scales.", (
         click.option("--x", type=Dims("ROWS,WIDTH", example="512,4096"), required=True, help="Shape of x."),
         number("--batch", "x is (BATCH, ROWS, WIDTH)."),

@@ -20,7 +20,7 @@ from kernelgen.cli.explain import _decide
 from kernelgen.dispatch.explain import OPS
 from kernelgen.problems.attention import AttentionProblem
 from kernelgen.problems.cache_ops import AppendProblem, MergeProblem, RopeProblem, Rotation
-from kernelgen.problems.gemm import GemmProblem
+from kernelgen.problems.gemm import GemmProblem, GroupedGemmProblem
 from kernelgen.problems.moe import MoeProblem, RouteProblem
 from kernelgen.problems.paged import PagedAttentionProblem
 from kernelgen.problems.quantize import QuantizeProblem
@@ -31,6 +31,7 @@ from kernelgen.variants import sigmoid, trace
 ROOT = Path(__file__).parent.parent.parent
 DENSE, RAGGED = "attention --q 2,16,4,64", "attention_varlen --q 32,4,64 --batch 3"
 GEMM, PAGED = "gemm --mnk 32,64,48", "paged_attention --kv-lens 20,7 --q-heads 4 --head-dim 64"
+GROUPED = "grouped_gemm --groups 8 --mnk 32,64,48"
 MOE, ROUTE = "moe --tokens 4 --hidden 256 --intermediate 128 --experts 8 --k 2", "route --tokens 4 --experts 8 --k 2"
 APPEND, ROW_OF_8 = "append_kv --tokens 5 --kv-heads 2 --head-dim 64", "--head-dim-rope 8"
 FP8_MOE = f"{MOE} --weight-dtype e4m3 --scales"
@@ -87,6 +88,18 @@ REACHED: dict[type, dict[str, dict[str, Any]]] = {
         "silu_and_mul --x 4,64 --dtype fp32": dict(rows=4, width=32, dtype="fp32"),
         "silu_and_mul --x 4,64 --grad": dict(requires_grad=True),
         "silu_and_mul --x 4,64 --alignment 1": dict(alignment=1),
+    },
+    GroupedGemmProblem: {
+        f"{GROUPED}": dict(batch=8, m=32, n=64, k=48, grouping="rows", batched_b=True, a_order="row", b_order="row", a_dtype="bf16",
+                           b_dtype="bf16", out_dtype="bf16"),
+        f"{GROUPED} --k-grouped --a-order col": dict(grouping="k", batched_b=False, a_order="col"),
+        f"grouped_gemm_masked {GROUPED[13:]} --b-order col": dict(grouping="masked", b_order="col", batch=8, m=32),
+        f"{GROUPED} --bias-per-group --activation swiglu --gate-up up_first --c": dict(
+            bias=True, bias_dtype="fp32", activation="swiglu", gate_up="up_first", accumulate_c=True, c_dtype="bf16"),
+        f"{GROUPED} --dtype e4m3 --scales row --accumulate fast --out-scale row": dict(scales="row", accumulate="fast", out_scale="row"),
+        f"{GROUPED} --weight int4 --group-size 64 --zero-points": dict(
+            weight_format="int4", group_size=64, scale_dtype="bf16", zero_points=True),
+        f"{GROUPED} --nondeterministic --alignment 4 --grad": dict(deterministic=False, alignment=4, requires_grad=True),
     },
     QuantizeProblem: {
         "quantize_fp8 --x 4,64 --batch 2": dict(batch=2, rows=4, width=64, dtype="bf16", recipe="tensor", code_dtype="e4m3"),
