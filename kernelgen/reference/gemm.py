@@ -22,9 +22,9 @@ from kernelgen.reference.checks import (
     to_compute,
 )
 from kernelgen.reference.quant import RECIPES, Scale, dequantize, expand_scale_a, expand_scale_b, quantize_fp8
-from kernelgen.reference.weights import PackedWeight
+from kernelgen.reference.weights import Quantized
 
-Weight = torch.Tensor | PackedWeight
+Weight = torch.Tensor | Quantized
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 OUT_SCALES = (None, *RECIPES[:3])
 

@@ -8,6 +8,7 @@ import torch
 
 import kernelgen
 from kernelgen import reference as ref
+from kernelgen.ops.products import Weight
 from kernelgen.reference.gemm import epilogue
 from kernelgen.reference.plain import default_out_dtype
 from kernelgen.testing.data import FP8_NAN, poison_, random_tensor
@@ -81,16 +82,16 @@ def tensor_core_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return total.float()
 
 
-def _plain(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, features: dict[str, Any]) -> torch.Tensor:
+def _plain(a: torch.Tensor, b: Weight, dtype: torch.dtype, features: dict[str, Any]) -> torch.Tensor:
     """The plain evaluation: float32 in torch; of 16-bit operands on a GPU with a float32 result, as tensor cores add."""
-    if a.is_cuda and dtype == torch.float32 and a.dtype in (torch.bfloat16, torch.float16):
+    if a.is_cuda and dtype == torch.float32 and a.dtype in (torch.bfloat16, torch.float16) and isinstance(b, torch.Tensor):
         words: dict[str, Any] = dict(bias=None, activation=None, gate_up="gate_first", c=None, beta=1.0) | features
         return epilogue(tensor_core_product(a, b), compute_dtype=torch.float32, **words)
     return ref.gemm_plain(a, b, out_dtype=dtype, **features)
 
 
 def check_gemm(
-    a: torch.Tensor, b: torch.Tensor, *, seed: int, what: str, out_dtype: torch.dtype | None = None, out_pad: int = 0,
+    a: torch.Tensor, b: Weight, *, seed: int, what: str, out_dtype: torch.dtype | None = None, out_pad: int = 0,
     c: torch.Tensor | None = None, beta: float = 1.0, **features: Any,
 ) -> torch.Tensor:
     """Run twice into poisoned outputs, compare with the float64 reference and with itself. Returns the result.
