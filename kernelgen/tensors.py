@@ -137,7 +137,18 @@ class PagedTensors(NamedTuple):
 
 
 class GemmTensors(NamedTuple):
-    """a (Ba, M, K), b (Bb, K, N), out (Ba, M, N or N/2): three-dimensional views, Bb is 1 when b is shared."""
+    """a (Ba, M, K), b (Bb, K, N), out (Ba, M, N or N/2): three-dimensional views, Bb is 1 when b is shared.
+
+    Scales are float32 views with one entry per element that they are for, so that kernels only need strides; an extent that
+    shares an entry has stride 0, and so has a batch that shares all:
+
+    scale_a    (Ba, M, 1); with a block recipe (Ba, M, ceil(K / 128))
+    scale_b    (Bb, 1, N); with blocks (Bb, ceil(K / 128), N or ceil(N / 128)); of a packed weight (Bb, ceil(K / group), N)
+    zero_b     zero points of a packed int4 weight, uint8, shape of scale_b
+    out_scale  where the output is quantised: (Ba, M, 1), or (Ba, M, ceil(N / 128)); (1, 1, 1) with strides 0 for "tensor"
+
+    A packed weight's ``b`` is its codes (Bb, N, ceil(K / 2)) uint8, an even k in the low nibble.
+    """
 
     a: torch.Tensor
     b: torch.Tensor
@@ -147,6 +158,43 @@ class GemmTensors(NamedTuple):
     beta: float = 1.0
     scale_a: torch.Tensor | None = None
     scale_b: torch.Tensor | None = None
+    zero_b: torch.Tensor | None = None
+    out_scale: torch.Tensor | None = None
+
+
+class GroupedGemmTensors(NamedTuple):
+    """As GemmTensors, with E groups. ``ends`` (E) int32, contiguous: where groups end, or how many rows of each count.
+
+    rows     a (1, T, K), b (E, K, N), out and c (1, T, N or N/2), scale_a (1, T, ..), scale_b (E, ..)
+    masked   a (E, Mmax, K), b (E, K, N), out and c (E, Mmax, N or N/2), scale_a (E, Mmax, ..), scale_b (E, ..)
+    k        a (1, M, T), b (1, T, N), out and c (E, M, N or N/2), scale_a (1, M, ..), scale_b (1, .., N or N/128); blocks along
+             K count from the start of T, whatever the groups are
+
+    bias (E, N), stride 0 over the groups where they share it.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    out: torch.Tensor
+    ends: torch.Tensor
+    bias: torch.Tensor | None = None
+    c: torch.Tensor | None = None
+    beta: float = 1.0
+    scale_a: torch.Tensor | None = None
+    scale_b: torch.Tensor | None = None
+    zero_b: torch.Tensor | None = None
+    out_scale: torch.Tensor | None = None
+
+
+class QuantizeTensors(NamedTuple):
+    """x (B, M, K), or (B, M, 2 K) with a gated activation; codes (B, M, K); scale float32 of any strides:
+
+    "tensor" (1, 1, 1), "row" (B, M, 1), "block_1x128" (B, M, ceil(K / 128)), "block_128x128" (B, ceil(M / 128), ceil(K / 128)).
+    """
+
+    x: torch.Tensor
+    codes: torch.Tensor
+    scale: torch.Tensor
 
 
 class RmsNormTensors(NamedTuple):

@@ -13,6 +13,8 @@ from typing import Any
 import click
 
 from kernelgen.cli.cache_calls import FORMS as CACHE_FORMS
+from kernelgen.cli.gemm_calls import FORMS as GEMM_FORMS
+from kernelgen.cli.gemm_calls import GATE_UP
 from kernelgen.cli.options import (
     ALIGNMENT,
     DTYPE,
@@ -30,23 +32,14 @@ from kernelgen.cli.options import (
     index,
     meta,
     number,
-    torch_dtype,
 )
 
-_GATE_UP = choice("--gate-up", ("gate_first", "up_first", "interleaved"), "Where gate and up lie.", default="gate_first",
-                   show_default=True)
 _ATTENTION = (
     number("--kv-len", "Length of k (default: that of q)."), *HEADS, flag("--causal"), flag("--lse", "Also return the log-sum-exp."),
     flag("--kv-lens", "With kv_lens, the keys in use of each request."), flag("--block-mask", "With a block mask."),
     flag("--scales", "With fp8 scales."), element("--kv-dtype", "Element type of k and v (default: q's)."),
     element("--out-dtype", "Element type of the output (an fp8 q gives bf16)."), DTYPE, ALIGNMENT, GRAD,
 )
-# Shapes of scale_a and scale_b per fp8 recipe, in extents; kb and nb count blocks of 128.
-_SCALES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "tensor": ((), ()), "row": (("m", "one"), ("one", "n")), "block_128x128": (("m", "kb"), ("kb", "nb")),
-    "block_1x128": (("m", "kb"), ("kb", "n")),
-}
-
 
 def _attention(o: Options, *, ragged: bool) -> Call:
     *lead, heads, dim = o["q"]
@@ -90,35 +83,6 @@ def _attention_mask(kind: str | None, sizes: tuple[int, int, int, int]) -> Any:
 def _block_mask() -> Any:
     """Anything with the fields of a block mask: only its presence decides."""
     return SimpleNamespace(kv_counts=None, kv_indices=None, block_size=128)
-
-
-def _gemm(o: Options) -> Call:
-    m, n, k = o["mnk"]
-    lead = () if o["batch"] is None else (o["batch"],)
-    if o["batched_b"] and not lead:
-        raise click.UsageError("--batched-b: got no --batch, expected one: b has the leading dimension of a")
-    a = _matrix((*lead, m, k), o["a_order"], o["dtype"], grad=o["grad"])
-    b = _matrix((*(lead if o["batched_b"] else ()), k, n), o["b_order"], o["dtype"])
-    outputs = n // 2 if o["activation"] in ("swiglu", "geglu") else n
-    out_dtype = o["out_dtype"] or ("bf16" if o["dtype"] in FP8 else o["dtype"])
-    kwargs: dict[str, Any] = {
-        "activation": o["activation"], "gate_up": o["gate_up"], "out_dtype": torch_dtype(o["out_dtype"]), "accumulate": o["accumulate"],
-        "out_scale": o["out_scale"], "deterministic": not o["nondeterministic"],
-        "bias": meta((n,), o["bias_dtype"] or out_dtype) if o["bias"] or o["bias_dtype"] else None,
-        "c": meta((*lead, m, outputs), o["c_dtype"] or out_dtype) if o["c"] or o["c_dtype"] else None,
-    }
-    if o["scales"]:
-        size = {"m": m, "n": n, "one": 1, "kb": -(-k // 128), "nb": -(-n // 128)}
-        for name, shape in zip(("scale_a", "scale_b"), _SCALES[o["scales"]]):
-            kwargs[name] = meta(tuple(size[d] for d in shape), "fp32")
-    return Call((a, b), kwargs)
-
-
-def _matrix(shape: tuple[int, ...], order: str, dtype: str, *, grad: bool = False) -> Any:
-    """(.., R, C), in column order as the transpose of a contiguous (.., C, R)."""
-    if order == "row":
-        return meta(shape, dtype, grad=grad)
-    return meta((*shape[:-2], shape[-1], shape[-2]), dtype, grad=grad).transpose(-1, -2)
 
 
 def _rmsnorm(o: Options) -> Call:
@@ -169,25 +133,11 @@ FORMS: dict[str, Form] = {
         number("--batch", "Requests.", default="1", show_default=True),
         *_ATTENTION, choice("--mask", ("flat", "packed"), "With a mask."),
     ), partial(_attention, ragged=True)),
-    "gemm": Form("activation(a @ b + bias) + beta * c.", (
-        click.option("--mnk", type=Dims("M,N,K", example="512,4096,4096"), required=True, help="Extents; N is that of b."),
-        choice("--a-order", ("row", "col"), "Which dimension of a is contiguous.", default="row", show_default=True),
-        choice("--b-order", ("row", "col"), "Which dimension of b (K, N) is contiguous. A Linear weight w (N, K) used as w.t() is col.",
-                default="row", show_default=True),
-        number("--batch", "a is (BATCH, M, K)."), flag("--batched-b", "b is (BATCH, K, N)."),
-        flag("--bias"), element("--bias-dtype", "With a bias of this type (default: the output's)."),
-        choice("--activation", ("relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu"), ""), _GATE_UP,
-        flag("--c", "Add c (a residual)."), element("--c-dtype", "With a c of this type (default: the output's)."),
-        element("--out-dtype", "Element type of the output (default: a's)."), choice("--scales", tuple(_SCALES), "Recipe of fp8 inputs."),
-        choice("--out-scale", ("tensor", "row", "block_1x128"), "Quantise the output."),
-        choice("--accumulate", ("float32", "fast"), "", default="float32", show_default=True),
-        NONDETERMINISTIC, DTYPE, ALIGNMENT, GRAD,
-    ), _gemm),
     "moe": Form("A mixture-of-experts layer.", (
         *(number(f"--{name}", help, required=True) for name, help in (
             ("tokens", "Rows of x."), ("hidden", "Width of x."), ("intermediate", "I of w13 (E, 2 I, H) and w2 (E, H, I)."),
             ("experts", "Experts whose weights are here."), ("k", "Experts of a token."))),
-        click.option("--activation", default="swiglu", show_default=True, help="As in kernelgen.moe."), _GATE_UP,
+        click.option("--activation", default="swiglu", show_default=True, help="As in kernelgen.moe."), GATE_UP,
         click.option("--alpha", type=float, help="Of swiglu_oai."), click.option("--limit", type=float, help="Clamp of gate and up."),
         flag("--bias13"), flag("--bias2"), number("--shared", "Intermediate size of a shared expert."),
         choice("--expert-map", ("table", "range"), "With an expert map."), flag("--weights-on-input"),
@@ -211,4 +161,4 @@ FORMS: dict[str, Form] = {
         click.option("--x", type=Dims("ROWS,WIDTH", example="512,8192"), required=True, help="Shape of x; the output is half as wide."),
         DTYPE, ALIGNMENT, GRAD,
     ), _silu_and_mul),
-} | CACHE_FORMS
+} | GEMM_FORMS | CACHE_FORMS

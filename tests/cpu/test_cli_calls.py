@@ -20,9 +20,10 @@ from kernelgen.cli.explain import _decide
 from kernelgen.dispatch.explain import OPS
 from kernelgen.problems.attention import AttentionProblem
 from kernelgen.problems.cache_ops import AppendProblem, MergeProblem, RopeProblem, Rotation
-from kernelgen.problems.gemm import GemmProblem
+from kernelgen.problems.gemm import GemmProblem, GroupedGemmProblem
 from kernelgen.problems.moe import MoeProblem, RouteProblem
 from kernelgen.problems.paged import PagedAttentionProblem
+from kernelgen.problems.quantize import QuantizeProblem
 from kernelgen.problems.rows import RmsNormProblem, SiluAndMulProblem
 from kernelgen.reference.masks import Variant
 from kernelgen.variants import sigmoid, trace
@@ -30,6 +31,7 @@ from kernelgen.variants import sigmoid, trace
 ROOT = Path(__file__).parent.parent.parent
 DENSE, RAGGED = "attention --q 2,16,4,64", "attention_varlen --q 32,4,64 --batch 3"
 GEMM, PAGED = "gemm --mnk 32,64,48", "paged_attention --kv-lens 20,7 --q-heads 4 --head-dim 64"
+GROUPED = "grouped_gemm --groups 8 --mnk 32,64,48"
 MOE, ROUTE = "moe --tokens 4 --hidden 256 --intermediate 128 --experts 8 --k 2", "route --tokens 4 --experts 8 --k 2"
 APPEND, ROW_OF_8 = "append_kv --tokens 5 --kv-heads 2 --head-dim 64", "--head-dim-rope 8"
 FP8_MOE = f"{MOE} --weight-dtype e4m3 --scales"
@@ -69,6 +71,11 @@ REACHED: dict[type, dict[str, dict[str, Any]]] = {
         f"{GEMM} --out-scale row": dict(out_scale="row"), f"{GEMM} --accumulate fast": dict(accumulate="fast"),
         f"{GEMM} --nondeterministic": dict(deterministic=False), f"{GEMM} --alignment 2": dict(alignment=2),
         f"{GEMM} --grad": dict(requires_grad=True),
+        f"{GEMM} --weight int4 --group-size 32 --weight-scale-dtype fp32 --zero-points": dict(
+            weight_format="int4", b_dtype="int4", b_order="col", group_size=32, scale_dtype="fp32", zero_points=True),
+        f"{GEMM} --weight mxfp4 --batch 2 --batched-b": dict(weight_format="mxfp4", group_size=32, scale_dtype="e8m0", batched_b=True),
+        f"{GEMM} --dtype e4m3 --b-dtype e5m2 --scales row --out-scale row --out-dtype e5m2 --bias": dict(
+            b_dtype="e5m2", out_dtype="e5m2", bias_dtype="fp32"),
         **{f"gemm --mnk 32,256,256 --dtype e4m3 --scales {recipe}": dict(a_dtype="e4m3", b_dtype="e4m3", out_dtype="bf16", scales=recipe)
            for recipe in ("tensor", "row", "block_128x128", "block_1x128")},
     },
@@ -81,6 +88,24 @@ REACHED: dict[type, dict[str, dict[str, Any]]] = {
         "silu_and_mul --x 4,64 --dtype fp32": dict(rows=4, width=32, dtype="fp32"),
         "silu_and_mul --x 4,64 --grad": dict(requires_grad=True),
         "silu_and_mul --x 4,64 --alignment 1": dict(alignment=1),
+    },
+    GroupedGemmProblem: {
+        f"{GROUPED}": dict(batch=8, m=32, n=64, k=48, grouping="rows", batched_b=True, a_order="row", b_order="row", a_dtype="bf16",
+                           b_dtype="bf16", out_dtype="bf16"),
+        f"{GROUPED} --k-grouped --a-order col": dict(grouping="k", batched_b=False, a_order="col"),
+        f"grouped_gemm_masked {GROUPED[13:]} --b-order col": dict(grouping="masked", b_order="col", batch=8, m=32),
+        f"{GROUPED} --bias-per-group --activation swiglu --gate-up up_first --c": dict(
+            bias=True, bias_dtype="fp32", activation="swiglu", gate_up="up_first", accumulate_c=True, c_dtype="bf16"),
+        f"{GROUPED} --dtype e4m3 --scales row --accumulate fast --out-scale row": dict(scales="row", accumulate="fast", out_scale="row"),
+        f"{GROUPED} --weight int4 --group-size 64 --zero-points": dict(
+            weight_format="int4", group_size=64, scale_dtype="bf16", zero_points=True),
+        f"{GROUPED} --nondeterministic --alignment 4 --grad": dict(deterministic=False, alignment=4, requires_grad=True),
+    },
+    QuantizeProblem: {
+        "quantize_fp8 --x 4,64 --batch 2": dict(batch=2, rows=4, width=64, dtype="bf16", recipe="tensor", code_dtype="e4m3"),
+        "quantize_fp8 --x 4,64 --recipe block_1x128 --code-dtype e5m2 --activation swiglu --gate-up up_first --dtype fp32": dict(
+            width=32, recipe="block_1x128", code_dtype="e5m2", activation="swiglu", gate_up="up_first", dtype="fp32"),
+        "quantize_fp8 --x 4,64 --alignment 2 --grad": dict(alignment=2, requires_grad=True),
     },
     MoeProblem: {
         MOE: dict(tokens=4, hidden=256, intermediate=128, experts=8, k=2, x_dtype="bf16", out_dtype="bf16", gated=True),
@@ -144,8 +169,6 @@ REACHED: dict[type, dict[str, dict[str, Any]]] = {
         "merge_states --outs 2,5,4,65 --lse-dtype fp64 --grad": dict(lse_dtype="fp64", requires_grad=True, alignment=2),
     },
 }
-# No public argument sets it in this release.
-UNREACHABLE = {"weight_format"}
 
 
 def test_every_op_of_the_library_has_its_command() -> None:
@@ -154,7 +177,7 @@ def test_every_op_of_the_library_has_its_command() -> None:
 
 @pytest.mark.parametrize("kind", REACHED)
 def test_every_field_of_a_problem_can_be_described(kind: type) -> None:
-    seen = set(UNREACHABLE)
+    seen: set[str] = set()
     for arguments, values in REACHED[kind].items():
         problem = problem_of(arguments)
         assert type(problem) is kind
