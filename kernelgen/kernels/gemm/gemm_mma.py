@@ -41,7 +41,7 @@ _RESERVED_SHARED_MEMORY = 1024  # per block, taken by the driver
 
 ACTIVATION_NAMES = {None: "kNone", "relu": "kRelu", "gelu": "kGelu", "gelu_tanh": "kGeluTanh", "silu": "kSilu",
                 "swiglu": "kSilu", "geglu": "kGelu"}
-_GATES = {"gate_first": "kGateFirst", "up_first": "kUpFirst", "interleaved": "kInterleaved"}
+GATES = {"gate_first": "kGateFirst", "up_first": "kUpFirst", "interleaved": "kInterleaved"}
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -101,7 +101,7 @@ class Config:
 
 
 def gate_name(problem: GemmProblem) -> str:
-    return _GATES[problem.gate_up] if problem.gated else "kNone"
+    return GATES[problem.gate_up] if problem.gated else "kNone"
 
 
 def _splits(problem: GemmProblem) -> bool:

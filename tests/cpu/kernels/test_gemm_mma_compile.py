@@ -1,5 +1,5 @@
-"""gemm/gemm_mma and the CUDA row kernels without a GPU: everything compiles for every architecture, tuned kernels keep
-their resources.
+"""gemm/gemm_mma, quantize/quantize_fp8_cuda and the CUDA row kernels without a GPU: everything compiles for every architecture,
+tuned kernels keep their resources.
 
 The table beside this file holds registers, spills and shared memory of the tuned kernels. After a change that moves
 them on purpose: ``python tests/cpu/kernels/test_gemm_mma_compile.py`` writes it anew.
@@ -16,15 +16,17 @@ import pytest
 
 from kernelgen.kernels.activation import silu_and_mul_cuda
 from kernelgen.kernels.gemm import gemm_mma
+from kernelgen.kernels.quantize import quantize_fp8_cuda
 from kernelgen.kernels.gemm.gemm_mma import Config
 from kernelgen.kernels.norm import rmsnorm_cuda
 from kernelgen.problems.gemm import GemmProblem
+from kernelgen.problems.quantize import QuantizeProblem
 from kernelgen.problems.rows import RmsNormProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
 from kernelgen.testing.resources import ARCHS, assert_within_table, compiled, covered, measured
 
-FAMILIES = (gemm_mma.FAMILY, rmsnorm_cuda.FAMILY, silu_and_mul_cuda.FAMILY)
+FAMILIES = (gemm_mma.FAMILY, quantize_fp8_cuda.FAMILY, rmsnorm_cuda.FAMILY, silu_and_mul_cuda.FAMILY)
 # sm_86 stands for every part with 99 KB of shared memory, sm_90a for the others: there all of coverage() compiles. The
 # other architectures compile the instructions in use once each, which is what could differ.
 FULL_ARCHS = ("sm_86", "sm_90a")
@@ -46,6 +48,9 @@ def tuned_specs(arch: str) -> list[KernelSpec]:
         problem = RmsNormProblem(64, 8 * config.lanes * max(config.kept, 1), "bf16", "bf16", True)
         if rmsnorm_cuda.legal(problem, target, config):
             specs.append(rmsnorm_cuda.spec(problem, target, config))
+    for recipe, shapes in quantize_fp8_cuda._SHAPES.items():
+        wide = QuantizeProblem(1, 4096, 7168, "bf16", recipe=recipe)
+        specs += [quantize_fp8_cuda.spec(wide, target, shape) for shape in shapes]
     return specs
 
 
