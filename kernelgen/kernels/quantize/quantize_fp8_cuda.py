@@ -10,7 +10,7 @@ import torch
 
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
-from kernelgen.kernels.gemm.gemm_mma import ACTIVATION_NAMES, GATES
+from kernelgen.kernels.gemm.mma import ACTIVATION_NAMES, GATES
 from kernelgen.kernels.rowwise import MAX_BLOCKS
 from kernelgen.params import ParamStruct
 from kernelgen.problems.gemm import ACTIVATIONS

@@ -1,3 +1,4 @@
+// Conversions of the processor: round to nearest even.
 #pragma once
 #include <kernelgen/cuda/types.cuh>
 
