@@ -132,9 +132,19 @@ def test_fp8(dtype: str, accumulate: str, recipe: str) -> None:
         seed = seed_of(dtype, recipe, m)
         a, b = (x.to(DTYPES[dtype].torch) for x in operands(m, n, k, F32, seed=seed, device=CUDA, order="rc", batch=1, batched_b=True))
         one = recipe == "tensor"
-        scale_a = random_tensor((1,) if one else (1, m, 1), F32, seed=1, device=CUDA).abs() + 0.1
-        scale_b = random_tensor((1,) if one else (1, 1, n), F32, seed=2, device=CUDA).abs() + 0.1
+        scale_a = random_tensor((1, 1, 1) if one else (1, m, 1), F32, seed=1, device=CUDA).abs() + 0.1
+        scale_b = random_tensor((1, 1, 1) if one else (1, 1, n), F32, seed=2, device=CUDA).abs() + 0.1
         problem = replace(BASE, m=m, n=n, k=k, a_dtype=dtype, b_dtype=dtype, scales=recipe, accumulate=accumulate)
         for config in (Config(1, 2, 128, 6), Config(1, 2, 128, 6, 2, 1), Config(1, 1, 64, 10),
                        *([Skinny(1, 8, 4, 2, 2, 2)] if m == 8 else [])):
             run(problem, config, a, b, f"{config} {dtype} {recipe} {accumulate} {m}x{n}x{k}", scale_a=scale_a, scale_b=scale_b)
+
+
+def test_scales_of_a_batch() -> None:
+    """Each entry has scales of its own: (B, M, 1) and (B, 1, N)."""
+    a, b = (x.to(torch.float8_e4m3fn) for x in operands(40, 200, 256, F32, seed=3, device=CUDA, order="rc", batch=3, batched_b=True))
+    scale_a = random_tensor((3, 40, 1), F32, seed=1, device=CUDA).abs() + 0.1
+    scale_b = random_tensor((3, 1, 200), F32, seed=2, device=CUDA).abs() + 0.1
+    problem = replace(BASE, batch=3, m=40, n=200, k=256, a_dtype="e4m3", b_dtype="e4m3", scales="row", batched_b=True)
+    for config in (Config(1, 2, 128, 6), Skinny(1, 64, 4, 2, 1, 2)):
+        run(problem, config, a, b, f"{config} scales of a batch", scale_a=scale_a, scale_b=scale_b)

@@ -35,6 +35,7 @@ from kernelgen.verdicts import Verdict, first_no
 # struct SkinnySm90Params of skinny_sm90.cuh.
 PARAMS = ParamStruct((
     *((name, "ptr") for name in POINTERS), ("c_batch", "i64"), ("c_row", "i64"), ("out_batch", "i64"), ("out_row", "i64"),
+    ("scale_a_batch", "i64"), ("scale_b_batch", "i64"),
     ("m", "i32"), ("n", "i32"), ("k", "i32"), ("stages", "i32"), ("per_block", "i32"), ("batched_b", "i32"),
     ("scale_a_row", "i32"), ("scale_b_column", "i32"), ("beta", "f32"),
 ), tensor_maps=("map_a", "map_b"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.gemm.gemm_mma import ACTIVATION_NAMES, gate_name
 from kernelgen.problems.gemm import ACTIVATIONS, GemmProblem
@@ -81,13 +83,21 @@ def words(problem: GemmProblem) -> list[str]:
 
 def scalars(problem: GemmProblem, t: GemmTensors) -> dict[str, int | float]:
     """Everything of Params that both kernels take from shapes and strides."""
-    p, rows = problem, problem.scales == "row"
+    p = problem
+    (a_batch, a_row), (b_batch, b_column) = _steps(t.scale_a, 1), _steps(t.scale_b, 2)
     return {
         "c_batch": t.c.stride(0) if t.c is not None else 0, "c_row": t.c.stride(1) if t.c is not None else 0,
         "out_batch": t.out.stride(0), "out_row": t.out.stride(1), "m": p.m, "n": p.n, "k": p.k, "batched_b": int(p.batched_b),
-        "scale_a_row": t.scale_a.stride(-2) if rows and t.scale_a is not None else 0,
-        "scale_b_column": t.scale_b.stride(-1) if rows and t.scale_b is not None else 0, "beta": t.beta,
+        "scale_a_batch": a_batch, "scale_a_row": a_row, "scale_b_batch": b_batch, "scale_b_column": b_column, "beta": t.beta,
     }
+
+
+def _steps(scales: torch.Tensor | None, dim: int) -> tuple[int, int]:
+    """Strides of the batch and of ``dim``, 0 where there is one entry."""
+    if scales is None:
+        return (0, 0)
+    batch, other = (scales.stride(i) if scales.shape[i] > 1 else 0 for i in (0, dim))
+    return (batch, other)
 
 
 def addresses(problem: GemmProblem) -> Callable[[GemmTensors], tuple[int, ...]]:

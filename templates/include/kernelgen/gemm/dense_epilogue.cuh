@@ -53,14 +53,16 @@ struct DenseEpilogue {
   // What the two rows and the columns of a thread are multiplied by.
   struct RowScales {
     float top, bottom;
+    const float* columns;
   };
 
-  __device__ static RowScales row_scales(const DenseSm90Params& p, int row) {
+  __device__ static RowScales row_scales(const DenseSm90Params& p, int row, int batch) {
     if constexpr (Options::kScales) {
-      const auto at = [&](int r) { return p.scale_a[static_cast<int64_t>(min(r, p.m - 1)) * p.scale_a_row]; };
-      return {at(row), at(row + 8)};
+      const float* scales = p.scale_a + batch * p.scale_a_batch;
+      const auto at = [&](int r) { return scales[static_cast<int64_t>(min(r, p.m - 1)) * p.scale_a_row]; };
+      return {at(row), at(row + 8), p.scale_b + batch * p.scale_b_batch};
     } else {
-      return {1.0f, 1.0f};
+      return {1.0f, 1.0f, nullptr};
     }
   }
 
@@ -73,7 +75,7 @@ struct DenseEpilogue {
       for (int i = 0; i < 2; ++i) {
         const int j = min(column + i, p.n - 1);
         if constexpr (Options::kScales) {
-          const float scale = p.scale_b[static_cast<int64_t>(j) * p.scale_b_column];
+          const float scale = rows.columns[static_cast<int64_t>(j) * p.scale_b_column];
           x[i] *= rows.top * scale;
           x[i + 2] *= rows.bottom * scale;
         }
@@ -176,7 +178,7 @@ struct DenseEpilogue {
   __device__ void run_rows(const DenseSm90Params& p, const float (&sums)[kSums], int first_row, int first_output, int batch) {
     const bool leader = threadIdx.x % kWarpgroupThreads == 0;
     const int row = first_row + threadIdx.x / 32 % 4 * 16 + lane_id() / 4;
-    const RowScales rows = row_scales(p, row);
+    const RowScales rows = row_scales(p, row, batch);
 #pragma unroll
     for (int column = 0; column < kOutputs; column += kSlabColumns) {
       const uint32_t address = slabs + slab * kSlabBytes;

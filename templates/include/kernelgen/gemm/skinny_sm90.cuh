@@ -34,7 +34,7 @@ struct SkinnySm90Params {
   const void* c;         // shape of out, null without
   const float* scale_a;  // (m) or one
   const float* scale_b;  // (n) or one
-  int64_t c_batch, c_row, out_batch, out_row;
+  int64_t c_batch, c_row, out_batch, out_row, scale_a_batch, scale_b_batch;
   int32_t m, n, k;            // n of b: twice the outputs of a gated activation
   int32_t stages, per_block;  // stages that K takes, and how many of them a block of a cluster takes at most
   int32_t batched_b;          // 0: one b for all
@@ -197,7 +197,8 @@ struct SkinnySm90 : Options {
   }
 
   // Eight neighbouring sums of a token over all warpgroups of the cluster, scaled, with bias.
-  __device__ static void collect(float (&x)[8], const SkinnySm90Params& p, uint32_t shared, int token, int row, int column) {
+  __device__ static void collect(float (&x)[8], const SkinnySm90Params& p, uint32_t shared, int token, int row, int column,
+                                 int batch) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[i] = 0.0f;
     const uint32_t source = shared + (token * kPitch + row) * 4;
@@ -212,11 +213,11 @@ struct SkinnySm90 : Options {
       }
     }
     if constexpr (Options::kScales || Options::kBias) {
-      const float scale_a = Options::kScales ? p.scale_a[static_cast<int64_t>(token) * p.scale_a_row] : 1.0f;
+      const float scale_a = Options::kScales ? p.scale_a[batch * p.scale_a_batch + static_cast<int64_t>(token) * p.scale_a_row] : 1.0f;
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int j = min(column + i, p.n - 1);
-        if constexpr (Options::kScales) x[i] *= scale_a * p.scale_b[static_cast<int64_t>(j) * p.scale_b_column];
+        if constexpr (Options::kScales) x[i] *= scale_a * p.scale_b[batch * p.scale_b_batch + static_cast<int64_t>(j) * p.scale_b_column];
         if constexpr (Options::kBias) x[i] += to_float(static_cast<const typename Options::Bias*>(p.bias)[j]);
       }
     }
@@ -229,8 +230,8 @@ struct SkinnySm90 : Options {
     if constexpr (kGated) {
       float first[8], second[8];
       const int row = kSplit ? 8 * piece : 16 * piece, further = kSplit ? row + kOutputs : row + 8;
-      collect(first, p, shared, token, row, column_of_b(p, first_output, row));
-      collect(second, p, shared, token, further, column_of_b(p, first_output, further));
+      collect(first, p, shared, token, row, column_of_b(p, first_output, row), batch);
+      collect(second, p, shared, token, further, column_of_b(p, first_output, further), batch);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const float gate = kSplit ? first[i] : i < 4 ? first[2 * i % 8] : second[2 * i % 8];
@@ -238,7 +239,7 @@ struct SkinnySm90 : Options {
         y[i] = activate<Options::kActivation>(gate) * up;
       }
     } else {
-      collect(y, p, shared, token, 8 * piece, column);
+      collect(y, p, shared, token, 8 * piece, column, batch);
 #pragma unroll
       for (int i = 0; i < 8; ++i) y[i] = activate<Options::kActivation>(y[i]);
     }
