@@ -58,7 +58,7 @@ def test_a_rope_part_of_another_type(k_scale: Any, q_dtype: torch.dtype, kv_dtyp
     nope, rope = c["q"][..., :LATENT].to(q_dtype), c["q"][..., LATENT:].to(q_dtype)
     ckv, k_rope = c["cache"][..., :LATENT].to(kv_dtype), c["cache"][..., LATENT:].to(q_dtype)
     plan = kernelgen.plan_mla(c["table"], num_heads=HEADS, q_lens=c["q_lens"], q_dtype=q_dtype, kv_dtype=kv_dtype, scale=0.17,
-                              kv_scales="tensor", head_dim_latent=LATENT, head_dim_rope=ROPE, backend=backend)
+                              kv_scales=None if k_scale is None else "tensor", head_dim_latent=LATENT, head_dim_rope=ROPE, backend=backend)
     given = (nope, rope, ckv, k_rope, c["table"])
     features: dict[str, Any] = {"scale": 0.17, "q_lens": c["q_lens"], "k_scale": k_scale}
     exact = reference.mla_attention(*given, **features)
