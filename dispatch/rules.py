@@ -90,8 +90,8 @@ def _plain_gemm(p: Any) -> bool:
 
 
 RULES: tuple[Rule, ...] = (
-    Rule("attention", "generated", 69, "a decode: split_mma reads the keys once for the heads that share them, on all SMs: 1.03 - 1.7 x "
-         "faster than FlashAttention-2; cuDNN, where it may be taken, takes 0.70 - 1.0 x its time (H200, 2026-11-30, "
+    Rule("attention", "generated", 69, "a decode: split_mma reads the keys once for the heads that share them, on all SMs: 0.97 - 1.7 x "
+         "as fast as FlashAttention-2; cuDNN, where it may be taken, takes 0.70 - 1.0 x its time (H200, 2026-11-30, "
          "tools/bench/results/h200_decode_dense.json)", target_kind="cuda", kernel="attention/split_mma", when=_decode),
     Rule("attention", "generated", 65, "long keys and fewer tiles of prefill_mma than SMs: split_mma gives the others a part of the keys "
          "(reasoned, unmeasured)", target_kind="cuda", kernel="attention/split_mma", fits=_few_tiles),
