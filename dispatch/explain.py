@@ -38,23 +38,35 @@ _ATTENTION: dict[str, torch.dtype | None] = {
     "q": None, "k": None, "v": None, "out": None, "lse": _F32, "alibi_slopes": _F32, "sinks": _F32, "mask": torch.bool,
     "kv_lens": _I32, "q_scale": _F32, "k_scale": _F32, "v_scale": _F32,
 }
+_PLACE = ("positions", "batch_indices", "slot_mapping")
+_APPEND: dict[str, torch.dtype | None] = {"kv_cache": None, "k": None, "v": None, **dict.fromkeys(_PLACE, _I32)}
+_PRODUCT: dict[str, torch.dtype | None] = {
+    "a": None, "b": None, "bias": None, "c": None, "out": None, "scale_a": _F32, "scale_b": _F32}
 _OPS = {
     "attention": _Op("kernelgen.ops.attention", "attention", "explain_attention", shapes=_ATTENTION, indices=("kv_lens",)),
     "attention_varlen": _Op(
         "kernelgen.ops.attention", "attention_varlen", "explain_attention",
         shapes=_ATTENTION | {"cu_seqlens_q": _I32, "cu_seqlens_k": _I32}, indices=("cu_seqlens_q", "cu_seqlens_k", "kv_lens")),
-    "gemm": _Op("kernelgen.ops.gemm", "gemm", "explain_gemm", shapes={
-        "a": None, "b": None, "bias": None, "c": None, "out": None, "scale_a": _F32, "scale_b": _F32}),
+    "gemm": _Op("kernelgen.ops.gemm", "gemm", "explain_gemm", shapes=_PRODUCT),
     "rmsnorm": _Op("kernelgen.ops.rows", "rmsnorm", "explain_rmsnorm", optional=("weight",), shapes={
         "x": None, "weight": None, "residual": None, "out": None}),
     "silu_and_mul": _Op("kernelgen.ops.rows", "silu_and_mul", "explain_silu_and_mul", shapes={"x": None, "out": None}),
+    "grouped_gemm": _Op("kernelgen.ops.grouped", "grouped_gemm", "explain_grouped_gemm", shapes=_PRODUCT | {"offsets": _I32},
+                        indices=("offsets",)),
+    "grouped_gemm_masked": _Op("kernelgen.ops.grouped", "grouped_gemm_masked", "explain_grouped_gemm_masked",
+                               shapes=_PRODUCT | {"counts": _I32}, indices=("counts",)),
+    "quantize_fp8": _Op("kernelgen.ops.quantize", "quantize_fp8", "explain_quantize_fp8", shapes={"x": None}),
     "moe": _Op("kernelgen.ops.moe", "moe", "explain_moe", shapes={
         "x": None, "w13": None, "w2": None, "weights": _F32, "ids": _I32, "bias13": None, "bias2": None, "scale13": _F32,
         "scale2": _F32, "out": None}, indices=("ids",)),
     "route": _Op("kernelgen.ops.moe", "route", "explain_route", shapes={"logits": None, "bias": None}),
     "paged_attention": _Op("kernelgen.ops.paged", "plan_attention", "explain_paged_attention", optional=("q_dtype",)),
     "mla": _Op("kernelgen.ops.mla", "plan_mla", "explain_mla", optional=("q_dtype", "scale")),
-    "append_kv": _Op("kernelgen.ops.append", "append_kv", "explain_append_kv", shapes={"kv_cache": None, "k": None, "v": None}),
+    "append_kv": _Op("kernelgen.ops.append", "append_kv", "explain_append_kv", shapes=_APPEND, indices=_PLACE),
+    "append_mla": _Op("kernelgen.ops.append", "append_mla", "explain_append_mla", optional=("k_rope_cache",), shapes={
+        "ckv_cache": None, "k_rope_cache": None, "ckv": None, "k_rope": None, **dict.fromkeys(_PLACE, _I32)}, indices=_PLACE),
+    "rope_append_kv": _Op("kernelgen.ops.append", "rope_append_kv", "explain_rope_append_kv", optional=("positions",), shapes=_APPEND | {
+        "q": None, "out": None}, indices=_PLACE),
     "rope": _Op("kernelgen.ops.rope", "rope", "explain_rope", optional=("k", "positions"), shapes={
         "q": None, "k": None, "positions": _I32}, indices=("positions",)),
     "merge_states": _Op("kernelgen.ops.merge", "merge_states", "explain_merge_states", optional=("lses",), shapes={
@@ -65,13 +77,14 @@ OPS = tuple(_OPS)
 
 def explain(
     op: str, *args: Any, target: Target | str | int | torch.device | None = None, backend: str = "auto",
-    dtype: torch.dtype | str = torch.bfloat16, **kwargs: Any,
+    dtype: torch.dtype | str | None = None, **kwargs: Any,
 ) -> Decision:
     """The Decision for a call, without running it: print it, or read ``chosen`` and ``candidates``.
 
     op            "attention", "gemm", ... (``kernelgen.dispatch.explain.OPS``)
     args, kwargs  those of the op's function (``plan_attention`` for "paged_attention"). A tensor may lie on the meta
-                  device, or be its shape as a tuple: then of ``dtype``, int32 for indices
+                  device, or be its shape as a tuple: then of ``dtype`` (default bfloat16), int32 for indices
+    dtype         of the op itself where its function takes one (quantize_fp8): then shapes are bfloat16
     target        "sm_90a", "cpu", 90, a Target or a torch.device; default: the device of the tensors, else this
                   machine's first GPU or its CPU
 
@@ -81,7 +94,9 @@ def explain(
     if op not in _OPS:
         raise ShapeError(f"got op {op!r}, expected one of {', '.join(_OPS)}")
     entry = _OPS[op]
-    element = DTYPES[parse_dtype(str(dtype))].torch
+    if dtype is not None and "dtype" in _signature(entry).parameters:
+        kwargs, dtype = kwargs | {"dtype": DTYPES[parse_dtype(str(dtype))].torch}, None
+    element = DTYPES[parse_dtype(str(dtype or torch.bfloat16))].torch
     given = _bind(op, entry, args, kwargs)
     where, live = _target(target, entry, given)
     decide: Callable[..., Decision] = getattr(import_module(entry.module), entry.decide)
@@ -140,7 +155,8 @@ def _indices_of_meta(entry: _Op, values: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _is_shape(value: Any) -> bool:
-    return isinstance(value, (tuple, list, torch.Size))
+    """A pair of tensors, as a cache may be, is none."""
+    return isinstance(value, (tuple, list, torch.Size)) and not any(isinstance(part, torch.Tensor) for part in value)
 
 
 def _meta(name: str, shape: Any, dtype: torch.dtype) -> torch.Tensor:

@@ -48,13 +48,15 @@ _PUBLIC = {
     "append_mla": "kernelgen.ops.append",
     "rope_append_kv": "kernelgen.ops.append",
     "alibi_slopes": "kernelgen.ops.eager",
-    "grouped_gemm": "kernelgen.ops.eager",
-    "grouped_gemm_masked": "kernelgen.ops.eager",
+    "grouped_gemm": "kernelgen.ops.grouped",
+    "grouped_gemm_masked": "kernelgen.ops.grouped",
     "merge_states": "kernelgen.ops.merge",
     "moe_permute": "kernelgen.ops.eager",
     "moe_sort": "kernelgen.ops.eager",
     "moe_unpermute": "kernelgen.ops.eager",
-    "quantize_fp8": "kernelgen.ops.eager",
+    "PackedWeight": "kernelgen.ops.weights",
+    "pack_weight": "kernelgen.ops.weights",
+    "quantize_fp8": "kernelgen.ops.quantize",
     "rope": "kernelgen.ops.rope",
     "rmsnorm": "kernelgen.ops.rows",
     "silu_and_mul": "kernelgen.ops.rows",
@@ -74,13 +76,12 @@ if TYPE_CHECKING:
     from kernelgen.ops.attention import attention_varlen as attention_varlen
     from kernelgen.ops.cascade import cascade_attention as cascade_attention
     from kernelgen.ops.eager import alibi_slopes as alibi_slopes
-    from kernelgen.ops.eager import grouped_gemm as grouped_gemm
-    from kernelgen.ops.eager import grouped_gemm_masked as grouped_gemm_masked
     from kernelgen.ops.eager import moe_permute as moe_permute
     from kernelgen.ops.eager import moe_sort as moe_sort
     from kernelgen.ops.eager import moe_unpermute as moe_unpermute
-    from kernelgen.ops.eager import quantize_fp8 as quantize_fp8
     from kernelgen.ops.gemm import gemm as gemm
+    from kernelgen.ops.grouped import grouped_gemm as grouped_gemm
+    from kernelgen.ops.grouped import grouped_gemm_masked as grouped_gemm_masked
     from kernelgen.ops.merge import merge_states as merge_states
     from kernelgen.ops.mla import MLAPlan as MLAPlan
     from kernelgen.ops.mla import plan_mla as plan_mla
@@ -90,10 +91,13 @@ if TYPE_CHECKING:
     from kernelgen.ops.paged import AttentionPlan as AttentionPlan
     from kernelgen.ops.paged import plan_attention as plan_attention
     from kernelgen.ops.planning import GraphBounds as GraphBounds
+    from kernelgen.ops.quantize import quantize_fp8 as quantize_fp8
     from kernelgen.ops.rope import rope as rope
     from kernelgen.ops.rows import rmsnorm as rmsnorm
     from kernelgen.ops.rows import silu_and_mul as silu_and_mul
     from kernelgen.ops.sdpa import sdpa as sdpa
+    from kernelgen.ops.weights import PackedWeight as PackedWeight
+    from kernelgen.ops.weights import pack_weight as pack_weight
     from kernelgen.targets import Target as Target
     from kernelgen.variants import variant as variant
 
@@ -121,8 +125,9 @@ import_module("kernelgen.toolchains.nvrtc").import_bindings()
 
 __all__ = [
     "ArtifactMissingError", "AttentionPlan", "CacheError", "CompileError", "DeviceError", "DtypeError", "GraphBounds", "KernelgenError",
-    "LaunchError", "LayoutError", "MLAPlan", "NoBackendError", "PageTable", "SettingsError", "ShapeError", "Target", "ToolchainMissing",
-    "VariantError", "alibi_slopes", "append_kv", "append_mla", "attention", "attention_varlen", "cascade_attention", "explain", "gemm",
-    "grouped_gemm", "grouped_gemm_masked", "merge_states", "moe", "moe_permute", "moe_sort", "moe_unpermute", "plan_attention",
-    "plan_mla", "quantize_fp8", "rmsnorm", "rope", "rope_append_kv", "route", "sdpa", "silu_and_mul", "variant", "variants",
+    "LaunchError", "LayoutError", "MLAPlan", "NoBackendError", "PackedWeight", "PageTable", "SettingsError", "ShapeError", "Target",
+    "ToolchainMissing", "VariantError", "alibi_slopes", "append_kv", "append_mla", "attention", "attention_varlen", "cascade_attention",
+    "explain", "gemm", "grouped_gemm", "grouped_gemm_masked", "merge_states", "moe", "moe_permute", "moe_sort", "moe_unpermute",
+    "pack_weight", "plan_attention", "plan_mla", "quantize_fp8", "rmsnorm", "rope", "rope_append_kv", "route", "sdpa", "silu_and_mul",
+    "variant", "variants",
 ]

@@ -8,7 +8,10 @@ import torch
 
 
 class AttentionTensors(NamedTuple):
-    """Dense or ragged attention; shapes as in CONTRACTS. ``cu_seqlens_*`` are int32 on the device, None when dense."""
+    """Dense or ragged attention; shapes as in CONTRACTS. ``cu_seqlens_*`` are int32 on the device, None when dense.
+
+    Plain numbers among the scales are in ``scale`` and ``v_factor`` already.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -23,9 +26,9 @@ class AttentionTensors(NamedTuple):
     sinks: torch.Tensor | None = None
     mask: torch.Tensor | None = None
     kv_lens: torch.Tensor | None = None
-    q_scale: torch.Tensor | float | None = None
-    k_scale: torch.Tensor | float | None = None
-    v_scale: torch.Tensor | float | None = None
+    q_scale: torch.Tensor | None = None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
     block_mask: object | None = None
     variant: object | None = None
     mask_indptr: torch.Tensor | None = None
@@ -106,7 +109,8 @@ class PagedTensors(NamedTuple):
     MLA: q is q_nope, q_rope (Tq, Hq, P), both caches are the latent one (pages, page_size, 1, R) and k_rope_cache is
     (pages, page_size, 1, P). Scales are float32 tensors seen as 2-D: q_scale (B or 1, Hq or 1), k_scale and v_scale
     (B or 1, Hkv or 1), or (pages, Hkv) where the problem says "page"; dimensions of 1 have stride 0. Plain numbers
-    among the scales are in ``scale`` and ``v_factor`` already.
+    among the scales are in ``scale`` and ``v_factor`` already, or in ``k_factor`` beside a rope part that has no scale:
+    scale * (k_factor * k_scale * q . latent + q_rope . k_rope).
     """
 
     q: torch.Tensor
@@ -127,12 +131,24 @@ class PagedTensors(NamedTuple):
     variant_words: torch.Tensor | None = None
     q_rope: torch.Tensor | None = None
     k_rope_cache: torch.Tensor | None = None
+    k_factor: float = 1.0
     variant: Any = None  # for the reference backend, as is rotation
     rotation: int | None = None
 
 
 class GemmTensors(NamedTuple):
-    """a (Ba, M, K), b (Bb, K, N), out (Ba, M, N or N/2): three-dimensional views, Bb is 1 when b is shared."""
+    """a (Ba, M, K), b (Bb, K, N), out (Ba, M, N or N/2): three-dimensional views, Bb is 1 when b is shared.
+
+    Scales are float32 views with one entry per element that they are for, so that kernels only need strides; an extent that
+    shares an entry has stride 0, and so has a batch that shares all:
+
+    scale_a    (Ba, M, 1); with a block recipe (Ba, M, ceil(K / 128))
+    scale_b    (Bb, 1, N); with blocks (Bb, ceil(K / 128), N or ceil(N / 128)); of a packed weight (Bb, ceil(K / group), N)
+    zero_b     zero points of a packed int4 weight, uint8, shape of scale_b
+    out_scale  where the output is quantised: (Ba, M, 1), or (Ba, M, ceil(N / 128)); (1, 1, 1) with strides 0 for "tensor"
+
+    A packed weight's ``b`` is its codes (Bb, N, ceil(K / 2)) uint8, an even k in the low nibble.
+    """
 
     a: torch.Tensor
     b: torch.Tensor
@@ -142,6 +158,43 @@ class GemmTensors(NamedTuple):
     beta: float = 1.0
     scale_a: torch.Tensor | None = None
     scale_b: torch.Tensor | None = None
+    zero_b: torch.Tensor | None = None
+    out_scale: torch.Tensor | None = None
+
+
+class GroupedGemmTensors(NamedTuple):
+    """As GemmTensors, with E groups. ``ends`` (E) int32, contiguous: where groups end, or how many rows of each count.
+
+    rows     a (1, T, K), b (E, K, N), out and c (1, T, N or N/2), scale_a (1, T, ..), scale_b (E, ..)
+    masked   a (E, Mmax, K), b (E, K, N), out and c (E, Mmax, N or N/2), scale_a (E, Mmax, ..), scale_b (E, ..)
+    k        a (1, M, T), b (1, T, N), out and c (E, M, N or N/2), scale_a (1, M, ..), scale_b (1, .., N or N/128); blocks along
+             K count from the start of T, whatever the groups are
+
+    bias (E, N), stride 0 over the groups where they share it.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    out: torch.Tensor
+    ends: torch.Tensor
+    bias: torch.Tensor | None = None
+    c: torch.Tensor | None = None
+    beta: float = 1.0
+    scale_a: torch.Tensor | None = None
+    scale_b: torch.Tensor | None = None
+    zero_b: torch.Tensor | None = None
+    out_scale: torch.Tensor | None = None
+
+
+class QuantizeTensors(NamedTuple):
+    """x (B, M, K), or (B, M, 2 K) with a gated activation; codes (B, M, K); scale float32 of any strides:
+
+    "tensor" (1, 1, 1), "row" (B, M, 1), "block_1x128" (B, M, ceil(K / 128)), "block_128x128" (B, ceil(M / 128), ceil(K / 128)).
+    """
+
+    x: torch.Tensor
+    codes: torch.Tensor
+    scale: torch.Tensor
 
 
 class RmsNormTensors(NamedTuple):

@@ -37,20 +37,44 @@ def _deliver(problem: Any, target: Any, value: Any, lse_target: Any, lse: Any) -
     return None
 
 
+def product_weight(problem: Any, t: Any) -> tuple[Any, Any]:
+    """b as the oracle wants it, and scale_b; what a call has one of is taken out of its batch."""
+    from kernelgen import reference
+
+    b, scale, zero = t.b, t.scale_b, t.zero_b
+    if not problem.batched_b:
+        b, scale, zero = (None if x is None else x[0] for x in (b, scale, zero))
+    if problem.weight_format is None:
+        return b, scale
+    shape = (*b.shape[:-1], problem.k)
+    return reference.PackedWeight(problem.weight_format, shape, problem.group_size, b, scale.mT, None if zero is None else zero.mT), None
+
+
+def deliver_product(problem: Any, t: Any, result: Any) -> Any:
+    """Fill the call's outputs, or hand out fresh ones where autograd must see the graph."""
+    if isinstance(result, tuple):
+        codes, scale = result
+        if problem.requires_grad:
+            return codes, scale
+        t.out.copy_(codes)
+        t.out_scale.copy_(scale)
+    elif problem.requires_grad:
+        return result.to(t.out.dtype)
+    else:
+        t.out.copy_(result)
+    return None
+
+
 def _gemm(problem: Any, t: Any) -> Any:
     from kernelgen import reference
 
+    b, scale_b = product_weight(problem, t)
     result = reference.gemm(
-        t.a, t.b if problem.batched_b else t.b[0], bias=t.bias, activation=problem.activation, gate_up=problem.gate_up,
-        c=t.c, beta=t.beta, scale_a=t.scale_a, scale_b=t.scale_b, out_scale=problem.out_scale,
+        t.a, b, bias=t.bias, activation=problem.activation, gate_up=problem.gate_up,
+        c=t.c, beta=t.beta, scale_a=t.scale_a, scale_b=scale_b, out_scale=problem.out_scale,
         out_dtype=t.out.dtype if problem.out_scale else None,
     )
-    if isinstance(result, tuple):
-        return result
-    if problem.requires_grad:
-        return result.to(t.out.dtype)
-    t.out.copy_(result)
-    return None
+    return deliver_product(problem, t, result)
 
 
 def _rmsnorm(problem: Any, t: Any) -> None:
@@ -74,8 +98,10 @@ _RUN: dict[str, Callable[[Any, Any], Any]] = {
 }
 # Ops whose call of the oracle lives beside their public function.
 _LATER = {
-    "append": "kernelgen.ops.append", "merge_states": "kernelgen.ops.merge", "moe": "kernelgen.ops.moe", "route": "kernelgen.ops.moe",
-    "paged_attention": "kernelgen.ops.paged", "rope": "kernelgen.ops.rope",
+    "append": "kernelgen.ops.append", "grouped_gemm": "kernelgen.ops.grouped",
+    "merge_states": "kernelgen.ops.merge", "moe": "kernelgen.ops.moe",
+    "route": "kernelgen.ops.moe",
+    "paged_attention": "kernelgen.ops.paged", "quantize_fp8": "kernelgen.ops.quantize", "rope": "kernelgen.ops.rope",
 }
 
 

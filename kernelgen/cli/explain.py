@@ -13,12 +13,15 @@ from typing import Any
 
 import click
 
-from kernelgen.cli.calls import FORMS, Dims, Options
+from kernelgen.cli.calls import FORMS
+from kernelgen.cli.options import Dims, Options
 from kernelgen.dispatch.decision import Decision
 from kernelgen.errors import NoBackendError
+from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
 
 _TARGET = click.option("--target", help="sm_90a, sm_80, cpu, cpu-x86-64-v3, ... (default: this machine).")
+_ALIGNMENTS = ("alignment", "cache_alignment")
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -77,13 +80,16 @@ def _decide(op: str, options: Options, target: str | Target | None, backend: str
     from kernelgen.dispatch.explain import explain as explain_call
     from kernelgen.dispatch.select import choose
 
-    call = FORMS[op].call(options)
+    form = FORMS[op]
+    call = form.call(options)
     decision = explain_call(op, *call.args, target=target, backend=backend, **{k: v for k, v in call.kwargs.items() if v is not None})
     live = target in (None, "cpu")
-    if options.get("alignment") is None:
-        return decision, live
-    problem = replace(decision.problem, alignment=min(decision.problem.alignment, int(options["alignment"])))
-    return choose(problem, decision.target, backend, live=live), live
+    problem = decision.problem
+    fields = form.at_run(options, problem) if form.at_run else {}
+    for name in _ALIGNMENTS:
+        if options.get(name) is not None:
+            fields[name] = min(fields.get(name, getattr(problem, name)), int(options[name]))
+    return (choose(replace(problem, **fields), decision.target, backend, live=live) if fields else decision), live
 
 
 def _explain(op: str, *, target: str | None, sm_count: int | None, backend: str, as_json: bool, **options: Any) -> None:
@@ -117,7 +123,8 @@ def _prebuild(op: str, *, target: str | None, sm_count: tuple[int, ...] | None, 
         if chosen is None:
             raise NoBackendError(f"nothing to build:\n{decision}")
         family = next(f for f in families(decision.problem.op, decision.target.kind) if f.name == chosen.kernel)
-        specs.setdefault(family.spec(decision.problem, decision.target, chosen.config), []).append(count)
+        for spec in (family.spec(decision.problem, decision.target, chosen.config), *_beside(decision)):
+            specs.setdefault(spec, []).append(count)
     report = []
     for spec, served in specs.items():
         artifact, built = build.build(spec)
@@ -128,6 +135,16 @@ def _prebuild(op: str, *, target: str | None, sm_count: tuple[int, ...] | None, 
     launcher()
     if as_json:
         click.echo(json.dumps(report, indent=2))
+
+
+def _beside(decision: Decision) -> list[KernelSpec]:
+    """Kernels that the call launches beside the chosen one: lengths on a GPU are planned there."""
+    problem = decision.problem
+    if decision.target.kind == "cuda" and problem.op == "paged_attention" and None in (problem.seq_q, problem.seq_k):
+        from kernelgen.kernels.attention.plan_cuda import spec
+
+        return [spec(decision.target)]
+    return []
 
 
 explain = _group("explain", _explain, "Show which backend a call of OP takes and why. Works without a GPU: give --target.", (

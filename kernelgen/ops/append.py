@@ -237,16 +237,47 @@ def _prepared(sample: AppendTensors, run: Any, whole: bool) -> Any:
 
 def explain_append_kv(*args: Any, target: Target, backend: str, live: bool, **kwargs: Any) -> Decision:
     """The decision for an append_kv call, without running it. Without a place for the tokens: by a slot mapping."""
-    defaults = dict(page_table=None, positions=None, batch_indices=None, slot_mapping=None, kv_layout="NHD", k_scale=None, v_scale=None,
-                    kv_scales=None)
-    values: dict[str, Any] = defaults | dict(zip(("kv_cache", "k", "v", "page_table"), args)) | kwargs
-    k = values["k"]
-    if values["page_table"] is None and values["slot_mapping"] is None:
-        values["slot_mapping"] = torch.empty(k.shape[0], dtype=torch.int64, device=k.device)
+    given = dict(zip(("kv_cache", "k", "v", "page_table"), args)) | kwargs
+    return _explained(given, target, backend, live)
+
+
+def explain_append_mla(*args: Any, target: Target, backend: str, live: bool, **kwargs: Any) -> Decision:
+    """The same for append_mla."""
+    given = dict(zip(("ckv_cache", "k_rope_cache", "ckv", "k_rope", "page_table"), args)) | kwargs
+    ckv, k_rope, scale = given.pop("ckv"), given.pop("k_rope"), given.pop("k_scale", None)
+    pair = _split_mla(given.pop("ckv_cache"), given.pop("k_rope_cache", None), ckv, k_rope, scale)
+    scales = dict(zip(("k_scale", "v_scale"), _mla_scales(scale, *pair)))
+    return _explained({"kv_cache": pair, "k": ckv.unsqueeze(1), "v": k_rope.unsqueeze(1), **scales, **given}, target, backend, live)
+
+
+def explain_rope_append_kv(*args: Any, target: Target, backend: str, live: bool, **kwargs: Any) -> Decision:
+    """The same for rope_append_kv, positions left out or not."""
+    defaults = dict(out=None, positions=None, theta=10000.0, cos_sin_cache=None, rotary_dim=None, interleaved=False, scaling=None)
+    given = defaults | dict(zip(("q", "k", "v", "kv_cache", "page_table"), args)) | kwargs
+    q, positions = given["q"], given["positions"]
+    if positions is None:
+        given["positions"] = positions = torch.empty(q.shape[0], dtype=torch.int64, device=q.device)
+    rotating = _Rotating(*(given.pop(name) for name in ("q", *defaults)))
+    in_table = given.get("page_table") is not None
+    return _explained(given | {"positions": positions if in_table else None}, target, backend, live, rotating)
+
+
+def _explained(given: dict[str, Any], target: Target, backend: str, live: bool, rotating: _Rotating | None = None) -> Decision:
+    """``given``: arguments of append_kv by name."""
+    names = ("page_table", "positions", "batch_indices", "slot_mapping", "k_scale", "v_scale", "kv_scales")
+    table, positions, requests, slots, k_scale, v_scale, kind = (given.get(name) for name in names)
+    k, v = given["k"], given["v"]
+    if table is None and slots is None:
+        slots = torch.empty(k.shape[0], dtype=torch.int64, device=k.device)
+    grad = _wants_grad(k, v, rotating.q if rotating is not None else None)
     problem, _ = _describe(
-        values["kv_cache"], values["kv_layout"], None, k, values["v"], values["page_table"], values["positions"], values["batch_indices"],
-        values["slot_mapping"], values["k_scale"], values["v_scale"], values["kv_scales"], False)
+        given["kv_cache"], given.get("kv_layout", "NHD"), rotating, k, v, table, positions, requests, slots, k_scale, v_scale, kind,
+        grad)
     return choose(problem, target, backend, live=live)
+
+
+def _wants_grad(*inputs: Any) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in inputs)
 
 
 def run_reference(problem: AppendProblem, t: AppendTensors) -> torch.Tensor | None:

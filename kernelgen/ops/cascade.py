@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -11,13 +13,16 @@ import torch
 from kernelgen.errors import DtypeError, NoBackendError, ShapeError
 from kernelgen.ops.attention import Window, check_window
 from kernelgen.ops.checks import check_output, check_rank
+from kernelgen.ops.joined import Joined, Level, join_levels
 from kernelgen.ops.page_table import Lengths, PageTable
 from kernelgen.ops.paged import Cache, plan_attention
 from kernelgen.ops.scales import Scale
+from kernelgen.ops.variants import check_has_lse
+from kernelgen.reference.paged import split_cache
 from kernelgen.reference.plain import default_out_dtype
 from kernelgen.settings import settings
 
-Level = tuple[PageTable, Lengths]
+logger = logging.getLogger("kernelgen")
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -36,30 +41,42 @@ def cascade_attention(
     causality hides own keys only, where a request has at least as many as rows (where lengths are on a device, it must). Other
     arguments as in plan_attention and AttentionPlan.run. Returns out (Tq, Hq, Dv) and with ``return_lse`` the LSE (Tq, Hq).
 
-    Every level is one planned call, and the results are merged by their LSE (Juravsky et al. 2024, Hydragen). Where positions
-    or indices of the joined keys matter (window, ALiBi, mask, variant, per-request scales) the float64 oracle runs instead.
+    Every level is one planned call, and the results are merged by their LSE (Juravsky et al. 2024, Hydragen): a prefix is read
+    once per group. Where positions or indices of the joined keys matter, one planned call over a joined page table runs the
+    innermost requests instead, each reading all its keys: with a window, ALiBi, a mask of sum(Sq_b * Sk_b), a variant, scales
+    per request ((B, Hq), (B, Hkv)). Then lengths on a device cost one wait for it. A level that ends within a page is joined by
+    smaller pages of the same memory; if pages are no whole number of token strides apart, or not the same for keys and values,
+    there are none, and ``backend="auto"`` runs the float64 oracle.
 
     Raises ShapeError, also for lengths that do not cut q; DtypeError, DeviceError, SettingsError; NoBackendError.
     """
     if not levels:
         raise ShapeError("levels: got none, expected at least one (page table, cu_seqlens_q)")
     check_rank("q", q, 3, "(Tq, Hq, D)")
+    if return_lse or lse is not None:
+        check_has_lse(variant)
     if out is not None and out.dtype != q.dtype and q.dtype not in _FP8:
         raise DtypeError(f"out: got {out.dtype}, expected {q.dtype}")
+    asked = settings().backend if backend == "auto" else backend
+    features: dict[str, Any] = dict(
+        kv_layout=kv_layout, causal=causal, window=window, scale=scale, soft_cap=soft_cap, alibi_slopes=alibi_slopes, sinks=sinks,
+        mask=mask, variant=variant, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, kv_scales=kv_scales, rotation=rotation)
+    if asked == "reference":
+        return _reference(q, kv_cache, levels, out, lse, return_lse, **features)
     joined = {"window": check_window(window) != (None, None), "alibi_slopes": alibi_slopes is not None, "mask": mask is not None,
               "variant": variant is not None, "kv_scales='request_head'": kv_scales == "request_head",
               "more causal rows than own keys": causal and len(levels) > 1 and _reaches_prefix(*levels[-1]),
               "q_scale by request": isinstance(q_scale, torch.Tensor) and q_scale.dim() == 2}
     reasons = [name for name, given in joined.items() if given]
-    asked = settings().backend if backend == "auto" else backend
-    if asked == "reference" or (reasons and asked == "auto"):
-        return _reference(
-            q, kv_cache, levels, out, lse, return_lse, kv_layout=kv_layout, causal=causal, window=window, scale=scale, soft_cap=soft_cap,
-            alibi_slopes=alibi_slopes, sinks=sinks, mask=mask, variant=variant, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
-            kv_scales=kv_scales, rotation=rotation)
     if reasons:
-        raise NoBackendError(f"cascade_attention: backend {asked!r} merges levels and cannot with {', '.join(reasons)}, which see "
-                             "positions of the joined keys; leave it out or take backend='reference'")
+        found = join_levels(levels, q.shape[0], *split_cache(kv_cache, kv_layout))
+        if isinstance(found, Joined):
+            return _run_joined(found, q, kv_cache, out, lse, return_lse, backend, **features)
+        if asked != "auto":
+            raise NoBackendError(f"cascade_attention: with {', '.join(reasons)} backend {asked!r} needs one page table over the joined "
+                                 f"keys, but {found}; let prefixes end with their page, or take backend='reference'")
+        _warn(f"cascade_attention with {', '.join(reasons)} runs the float64 oracle: {found}")
+        return _reference(q, kv_cache, levels, out, lse, return_lse, **features)
     cache_k = kv_cache if isinstance(kv_cache, torch.Tensor) else kv_cache[0]
     cache_v = kv_cache if isinstance(kv_cache, torch.Tensor) else kv_cache[1]
     heads = cache_k.shape[-2] if kv_layout == "NHD" else cache_k.shape[-3]
@@ -73,6 +90,32 @@ def cascade_attention(
         results.append(plan.run(q, kv_cache, sinks=sinks if own else None, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
                                 return_lse=True))
     return _deliver(*_merge(results), out, lse, return_lse)
+
+
+def _run_joined(
+    joined: Joined, q: torch.Tensor, kv_cache: Cache, out: torch.Tensor | None, lse: torch.Tensor | None, return_lse: bool, backend: str, *,
+    kv_layout: str, alibi_slopes: torch.Tensor | None, sinks: torch.Tensor | None, mask: torch.Tensor | None, q_scale: Scale | None,
+    k_scale: Scale | None, v_scale: Scale | None, **planned: Any,
+) -> Any:
+    """The joined requests as one planned call. ``planned``: the features that a plan takes as they are."""
+    k_cache, v_cache = joined.k_cache, joined.v_cache
+    own_pages = joined.per_page == 1
+    kind = None if mask is None else "packed" if mask.dtype == torch.uint8 else "dense"
+    plan = plan_attention(
+        joined.table, num_q_heads=q.shape[1], num_kv_heads=k_cache.shape[2], head_dim=q.shape[2], head_dim_v=v_cache.shape[3],
+        cu_seqlens_q=joined.starts, q_dtype=q.dtype, kv_dtype=k_cache.dtype, kv_layout=kv_layout if own_pages else "NHD",
+        alibi=alibi_slopes is not None, sinks=sinks is not None, mask=kind, backend=backend, device=q.device, **planned)
+    if planned["kv_scales"] == "page":
+        pages = (kv_cache if isinstance(kv_cache, torch.Tensor) else kv_cache[0]).shape[0]
+        k_scale, v_scale = joined.scale("k_scale", k_scale, pages), joined.scale("v_scale", v_scale, pages)
+    return plan.run(q, kv_cache if own_pages else (k_cache, v_cache), alibi_slopes=alibi_slopes, sinks=sinks, mask=mask, q_scale=q_scale,
+                    k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, out=out, lse=lse)
+
+
+@lru_cache(maxsize=64)
+def _warn(words: str) -> None:
+    """Once per reason: the oracle is slower by orders of magnitude."""
+    logger.warning(words)
 
 
 def _reaches_prefix(table: PageTable, starts: Lengths) -> bool:

@@ -1,31 +1,17 @@
 """Pieces of MoE and small ops that the float64 oracle runs in this release, rounded to the contract's dtypes.
 
-They are no part of dispatch yet: ``backend`` may be "auto" or "reference". They run on any device, read index values
-back to the host, and are differentiable where their arithmetic is.
+They are no part of dispatch yet. They run on any device, read index values back to the host, and are differentiable where
+their arithmetic is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from kernelgen import reference
-from kernelgen.errors import NoBackendError
-from kernelgen.ops.checks import check_output, check_tensors
+from kernelgen.ops.checks import check_tensors
 from kernelgen.reference import MoESort
 from kernelgen.reference.moe import ExpertMap
-from kernelgen.reference.plain import default_out_dtype
-from kernelgen.settings import settings
-
-Scale = torch.Tensor | float
-Offsets = torch.Tensor | Sequence[int]
-
-
-def _only_reference(op: str, backend: str) -> None:
-    asked = settings().backend if backend == "auto" else backend
-    if asked not in ("auto", "reference"):
-        raise NoBackendError(f"{op}: got backend={asked!r}, expected 'auto' or 'reference': this release has no kernel for it yet")
 
 
 def alibi_slopes(num_heads: int) -> torch.Tensor:
@@ -62,79 +48,3 @@ def moe_unpermute(rows: torch.Tensor, sort: MoESort, weights: torch.Tensor) -> t
     """
     check_tensors(rows=rows, weights=weights)
     return reference.moe_unpermute(rows, sort, weights).to(rows.dtype)
-
-
-def grouped_gemm(
-    a: torch.Tensor, b: torch.Tensor, offsets: Offsets, *, bias: torch.Tensor | None = None, activation: str | None = None,
-    gate_up: str = "gate_first", c: torch.Tensor | None = None, beta: float = 1.0, scale_a: Scale | None = None,
-    scale_b: Scale | None = None, accumulate: str = "float32", out_dtype: torch.dtype | None = None, out_scale: str | None = None,
-    out: torch.Tensor | None = None, deterministic: bool = True, backend: str = "auto",
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """One product per group, ``offsets`` (E) int32 end offsets as in torch._grouped_mm.
-
-    a (T, K) @ b (E, K, N): rows grouped, to (T, N); rows outside any group are left untouched in ``out`` (unspecified
-    without it). a (M, T) @ b (T, N): K grouped, to (E, M, N). bias (N) or (E, N); the rest, the dtypes and the errors
-    as in ``gemm``; with ``out_scale`` the result is (fp8 codes, float32 scale).
-    """
-    _only_reference("grouped_gemm", backend)
-    check_tensors(a=a, b=b, bias=bias, c=c, out=out)
-    initial = out if out is not None and b.dim() == 3 else None
-    result = reference.grouped_gemm(
-        a, b, offsets, bias=bias, activation=activation, gate_up=gate_up, c=c, beta=beta, scale_a=scale_a, scale_b=scale_b,
-        accumulate=accumulate, out_dtype=out_dtype, out_scale=out_scale, initial=initial)
-    return _deliver(result, a, out_dtype, out)
-
-
-def grouped_gemm_masked(
-    a: torch.Tensor, b: torch.Tensor, counts: Offsets, *, bias: torch.Tensor | None = None, activation: str | None = None,
-    gate_up: str = "gate_first", c: torch.Tensor | None = None, beta: float = 1.0, scale_a: Scale | None = None,
-    scale_b: Scale | None = None, accumulate: str = "float32", out_dtype: torch.dtype | None = None, out_scale: str | None = None,
-    out: torch.Tensor | None = None, deterministic: bool = True, backend: str = "auto",
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """a (E, Mmax, K) @ b (E, K, N) for the first counts[e] rows of each e, to (E, Mmax, N).
-
-    ``counts`` (E) int32. Other rows are left untouched in ``out`` (unspecified without it). Otherwise as grouped_gemm.
-    """
-    _only_reference("grouped_gemm_masked", backend)
-    check_tensors(a=a, b=b, bias=bias, c=c, out=out)
-    result = reference.grouped_gemm_masked(
-        a, b, counts, bias=bias, activation=activation, gate_up=gate_up, c=c, beta=beta, scale_a=scale_a, scale_b=scale_b,
-        accumulate=accumulate, out_dtype=out_dtype, out_scale=out_scale, initial=out)
-    return _deliver(result, a, out_dtype, out)
-
-
-def _deliver(
-    result: torch.Tensor | tuple[torch.Tensor, torch.Tensor], a: torch.Tensor, out_dtype: torch.dtype | None,
-    out: torch.Tensor | None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Round to the output dtype, into ``out`` where it is given; a quantised result is (codes, scale) already."""
-    value, scale = result if isinstance(result, tuple) else (result, None)
-    dtype = value.dtype if scale is not None else out_dtype or (out.dtype if out is not None else default_out_dtype(a.dtype))
-    if out is not None:
-        check_output("out", out, tuple(value.shape), dtype, a.device)
-        value = out.copy_(value)
-    else:
-        value = value.to(dtype)
-    return value if scale is None else (value, scale)
-
-
-def quantize_fp8(
-    x: torch.Tensor, recipe: str = "tensor", *, dtype: torch.dtype = torch.float8_e4m3fn, activation: str | None = None,
-    out: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (.., M, K) to fp8 codes (.., M, K) and their float32 scale, x = codes * scale up to rounding.
-
-    Recipes and scale shapes: "tensor" (), "row" (.., M, 1), "block_1x128" (.., M, ceil(K/128)), "block_128x128" (..,
-    ceil(M/128), ceil(K/128)). scale = amax / max(dtype), 1 where amax is 0. ``dtype`` float8_e4m3fn or float8_e5m2;
-    ``activation`` is applied first (a gated one halves K). ``out``: (codes, scale) to write to.
-
-    Raises ShapeError, DtypeError, SettingsError.
-    """
-    check_tensors(x=x)
-    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
-    codes, scale = reference.quantize_fp8(x, recipe, dtype=dtype, activation=activation, compute_dtype=compute)
-    if out is None:
-        return codes, scale
-    check_output("out codes", out[0], tuple(codes.shape), codes.dtype, x.device)
-    check_output("out scale", out[1], tuple(scale.shape), scale.dtype, x.device)
-    return out[0].copy_(codes), out[1].copy_(scale)

@@ -57,10 +57,12 @@ def merge_states(
 
 def explain_merge_states(*args: Any, target: Target, backend: str, live: bool, **kwargs: Any) -> Decision:
     """The decision for a merge_states call, without running it."""
-    values: dict[str, Any] = dict(lses=None, out=None, lse=None, grad=False) | dict(zip(("outs", "lses"), args)) | kwargs
+    values: dict[str, Any] = dict(lses=None, out=None, lse=None) | dict(zip(("outs", "lses"), args)) | kwargs
+    outs = values["outs"]
     if values["lses"] is None:
-        values["lses"] = torch.empty(values["outs"].shape[:-1], dtype=torch.float32, device=values["outs"].device)
-    return choose(_describe(**values)[0], target, backend, live=live)
+        values["lses"] = torch.empty(outs.shape[:-1], dtype=torch.float32, device=outs.device)
+    grad = torch.is_grad_enabled() and (outs.requires_grad or values["lses"].requires_grad)
+    return choose(_describe(**values, grad=grad)[0], target, backend, live=live)
 
 
 def run_reference(problem: MergeProblem, t: MergeTensors) -> tuple[torch.Tensor, torch.Tensor] | None:

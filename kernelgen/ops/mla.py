@@ -60,7 +60,8 @@ class MLAPlan:
         """softmax(scale * (q_nope ckv^T + q_rope k_rope^T)) ckv: out (Tq, Hq, R), and with ``return_lse`` LSE (Tq, Hq).
 
         q_nope (Tq, Hq, R), q_rope (Tq, Hq, P); ckv_cache (pages, page_size, R) with k_rope_cache (pages, page_size, P), or
-        one (pages, page_size, R + P) tensor. k_scale float32 for an fp8 cache: scalar, (B, 1) or (pages, 1) as planned.
+        one (pages, page_size, R + P) tensor. Beside an fp8 ckv_cache, k_rope_cache may have the dtype of q. k_scale float32, of the
+        fp8 parts of the cache: scalar, (B, 1) or (pages, 1) as planned.
         Raises ShapeError, DtypeError, DeviceError, LayoutError; NoBackendError for a q that wants a gradient.
         """
         state = self._state
@@ -112,10 +113,13 @@ class MLAPlan:
         if lse is not None:
             check_output("lse", lse, shape[:2], torch.float32, q_nope.device)
         with_lse = return_lse or lse is not None
-        # One scale serves keys and values, as the values are the latent part of the keys.
+        # One scale serves keys and values, as the values are the latent part of the keys. A number is folded into the scale of the
+        # logits, but beside a rope part that is not fp8 and has no scale: there it is a factor of the latent products alone.
         factor = 1.0 if k_scale is None or isinstance(k_scale, torch.Tensor) else number("k_scale", k_scale)
+        plain_rope = k_rope_cache is not None and k_rope_cache.dtype not in _FP8
+        logit_factor, k_factor = (1.0, factor) if plain_rope else (factor, 1.0)
 
-        logit_scale = self.scale * factor
+        logit_scale = self.scale * logit_factor
 
         def gather(arrays: PlanArrays, q_nope: torch.Tensor, q_rope: torch.Tensor, ckv: torch.Tensor, k_rope: torch.Tensor | None,
                    k_scale: Scale | None, out: torch.Tensor | None, lse: torch.Tensor | None) -> PagedTensors:
@@ -130,6 +134,7 @@ class MLAPlan:
                 torch.empty(shape, dtype=out_dtype, device=q_nope.device) if out is None else out,
                 torch.empty(shape[:2], dtype=torch.float32, device=q_nope.device) if lse is None and with_lse else lse,
                 logit_scale, k_scale=scale, v_scale=scale, v_factor=factor, q_rope=q_rope, k_rope_cache=k_rope.unsqueeze(2),
+                k_factor=k_factor,
             )
 
         first = gather(self._state.arrays, q_nope, q_rope, ckv_cache, k_rope_cache, k_scale, out, lse)

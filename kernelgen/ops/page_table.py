@@ -110,8 +110,13 @@ class PageTable:
         assert pages is not None
         return pages.device
 
-    def host_lengths(self) -> Ints | None:
+    def host_lengths(self) -> list[int] | None:
         """Keys in use of each request, or None where reading them would be a device sync."""
+        lengths = self.lengths_on_host()
+        return None if lengths is None else lengths.tolist()
+
+    def lengths_on_host(self) -> Ints | None:
+        """:meth:`host_lengths` as an array, which shares the memory of ``seq_lens``."""
         if self.seq_lens is not None:
             return self.seq_lens.numpy() if self.seq_lens.is_cpu else None
         assert self.kv_indptr is not None and self.kv_last_page_len is not None

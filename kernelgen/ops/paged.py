@@ -35,7 +35,7 @@ from kernelgen.ops.planning import (
     to_host,
 )
 from kernelgen.ops.scales import Scale, head_scale, page_scale, split_numbers
-from kernelgen.ops.variants import bind_words, trace_or_name, with_arguments
+from kernelgen.ops.variants import bind_words, check_has_lse, trace_or_name, with_arguments
 from kernelgen.problems.common import alignment_of
 from kernelgen.problems.paged import PagedAttentionProblem
 from kernelgen.reference.checks import check_option
@@ -182,8 +182,8 @@ class AttentionPlan:
         if lse is not None:
             check_output("lse", lse, shape[:2], torch.float32, q.device)
         with_lse = return_lse or lse is not None
-        if with_lse and getattr(self.variant, "normalization", "softmax") == "none":
-            raise SettingsError("return_lse: got True with a variant of normalization 'none', expected False: there is no softmax")
+        if with_lse:
+            check_has_lse(self.variant)
         batch, pages, kind = self._state.arrays.batch, k_cache.shape[0], p.kv_scales
         if alibi_slopes is not None:
             check_alibi(alibi_slopes, batch, p.num_q_heads)
@@ -484,8 +484,10 @@ def run_reference(problem: PagedAttentionProblem, t: PagedTensors) -> None:
         common |= {"kv_scales": None if t.k_scale is None and t.v_scale is None else "request_head"}
     if problem.rope_dim:
         assert t.q_rope is not None and t.k_rope_cache is not None
+        if t.k_factor != 1:  # the oracle scales values, too
+            common |= {"k_scale": t.k_factor, "kv_scales": None}
         out, lse = reference.mla_attention(t.q, t.q_rope, t.k_cache[:, :, 0], t.k_rope_cache[:, :, 0], table, **common)
-        out = out * t.v_factor
+        out = out if t.k_factor != 1 else out * t.v_factor
     else:
         v_scale = t.v_scale if t.v_factor == 1 else t.v_factor if t.v_scale is None else t.v_scale * t.v_factor
         if t.v_scale is None and t.v_factor != 1 and problem.kv_scales == "page":
@@ -525,8 +527,8 @@ def _describe(
         **size_classes(batch, bounds)._asdict(), num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, head_dim_v=dv,
         q_dtype=dtype_name(q_dtype), kv_dtype=dtype_name(kv_dtype), kv_layout=kv_layout, causal=causal,
         window=check_window(window), soft_cap=bool(soft_cap), alibi=alibi, sinks=sinks, mask=mask,
-        variant=trace_or_name(variant, backend), kv_scales=kv_scales, rotation=rotation is not None, deterministic=deterministic,
-        batch_invariant=batch_invariant,
+        variant=trace_or_name(variant, backend, sinks=sinks), kv_scales=kv_scales, rotation=rotation is not None,
+        deterministic=deterministic, batch_invariant=batch_invariant,
     )
 
 

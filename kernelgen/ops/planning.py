@@ -12,7 +12,7 @@ import torch
 from kernelgen.errors import SettingsError, ShapeError
 from kernelgen.kernels.attention.schedule import Division, Ints, Schedule, item_bound, make_schedule
 from kernelgen.launch.cuda import upload
-from kernelgen.ops.page_table import PageTable
+from kernelgen.ops.page_table import PageTable, on_host
 from kernelgen.tensors import PlanArrays
 
 # Any cut serves a backend that does not look at items.
@@ -81,7 +81,7 @@ class Batch(NamedTuple):
 
 def read_batch(table: PageTable, starts: torch.Tensor | None) -> Batch:
     """``starts`` None: one query row per request."""
-    size, kv_lens = table.batch, table.host_lengths()
+    size, kv_lens = table.batch, table.lengths_on_host()
     rows: int | None
     max_q: int | None
     if starts is None:
@@ -107,6 +107,14 @@ def to_host(batch: Batch) -> Batch:
 @lru_cache(maxsize=64)
 def _one_each(batch: int) -> torch.Tensor:
     return torch.arange(batch + 1, dtype=torch.int32)
+
+
+def page_begin(table: PageTable) -> Ints:
+    """Where each request's pages start among :func:`page_numbers`; a kv_indptr on a device is read back."""
+    if table.block_tables is not None:
+        return np.arange(table.batch, dtype=np.int32) * np.int32(table.block_tables.shape[1])
+    assert table.kv_indptr is not None
+    return on_host(table.kv_indptr)[:-1]
 
 
 def page_numbers(table: PageTable) -> torch.Tensor:

@@ -1,4 +1,7 @@
-"""GemmProblem: out = epilogue(a @ b), plain or batched, as CONTRACTS describes the call, without tensors."""
+"""GemmProblem and GroupedGemmProblem: out = epilogue(a @ b), as CONTRACTS describes the calls, without tensors.
+
+What the tensors of a call look like to a kernel, scales included: GemmTensors and GroupedGemmTensors in tensors.py.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,13 @@ class GemmProblem:
     a_order, b_order "row" (last dimension contiguous) or "col" (first of the two contiguous)
     activation       None or a name of ACTIVATIONS
     gate_up          "gate_first", "up_first" or "interleaved"; only gated activations look at it
-    scales           None, "tensor", "row", "block_128x128", "block_1x128" (fp8 recipe)
-    weight_format    None, "int4" or "mxfp4" (packed weights)
-    alignment        as in AttentionProblem, over a, b, c, out
+    scales           fp8 recipe: None; "tensor" (one scale each); "row" (one per row of a, one per column of b; one of the two may
+                     be a single scale, whose strides are 0); "block_128x128" or "block_1x128" (what b's blocks are; a's are 1 x 128)
+    out_scale        None, "tensor", "row" or "block_1x128": the output is quantised to ``out_dtype``, an fp8 type
+    accumulate       "float32": error does not grow with K; "fast": what the tensor core's own sums give
+    weight_format    None, "int4" or "mxfp4": b is packed. ``b_dtype`` says the same; ``group_size``: elements of K that share a
+                     scale; ``scale_dtype``: type of the scales, "e8m0" for mxfp4; ``zero_points``: int4 with zero points
+    alignment        as in AttentionProblem, over a, b, c, out (not over scales)
     """
 
     batch: int
@@ -47,24 +54,59 @@ class GemmProblem:
     bias_dtype: str | None = None
     c_dtype: str | None = None
     requires_grad: bool = False
+    group_size: int | None = None
+    scale_dtype: str | None = None
+    zero_points: bool = False
 
     op = "gemm"
+
+    @property
+    def outputs(self) -> int:
+        """Columns of the output."""
+        return self.n // 2 if self.gated else self.n
 
     @property
     def gated(self) -> bool:
         return self.activation in GATED_ACTIVATIONS
 
     def __str__(self) -> str:
-        words = flag_words(bias=self.bias, accumulate_c=self.accumulate_c, nondeterministic=not self.deterministic, grad=self.requires_grad)
+        batch = f"b={self.batch} " if self.batch != 1 or self.batched_b else ""
+        return f"gemm[{batch}{self._words()}]"
+
+    def _words(self) -> str:
+        """Extents, types, orders, features."""
+        words = flag_words(bias=self.bias, accumulate_c=self.accumulate_c, zero_points=self.zero_points,
+                           nondeterministic=not self.deterministic, grad=self.requires_grad)
         for label, value in (("activation", self.activation), ("scales", self.scales), ("out_scale", self.out_scale),
-                             ("weight", self.weight_format)):
+                             ("weight", self.weight_format), ("group", self.group_size)):
             if value:
                 words += f" {label}={value}"
         if self.gated:
             words += f" {self.gate_up}"
+        if self.accumulate != "float32":
+            words += f" accumulate={self.accumulate}"
         if self.alignment < 16:
             words += f" align={self.alignment}"
-        batch = f"b={self.batch} " if self.batch != 1 or self.batched_b else ""
         dtype = self.a_dtype if self.a_dtype == self.b_dtype else f"{self.a_dtype}x{self.b_dtype}"
-        return (f"gemm[{batch}m={self.m} n={self.n} k={self.k} {dtype}->{self.out_dtype} "
-                f"a={self.a_order} b={self.b_order}{words}]")
+        return (f"m={self.m} n={self.n} k={self.k} {dtype}->{self.out_dtype} "
+                f"a={self.a_order} b={self.b_order}{words}")
+
+
+@dataclass(frozen=True)
+class GroupedGemmProblem(GemmProblem):
+    """One product per group, the groups' sizes being values on the device: the fields of GemmProblem, read so:
+
+    grouping   "rows"    a (m, k) @ b (batch, k, n) to (m, n): rows of a in groups, one behind the other
+               "masked"  a (batch, m, k) @ b (batch, k, n) to (batch, m, n): the first rows of each a count
+               "k"       a (m, k) @ b (k, n) to (batch, m, n): K in groups, one behind the other
+    batch      number of groups
+    m, k       of all groups together where they are what is grouped
+    batched_b  b has one matrix per group: true but for "k"
+    """
+
+    grouping: str = "rows"
+
+    op = "grouped_gemm"
+
+    def __str__(self) -> str:
+        return f"grouped_gemm[{self.grouping} groups={self.batch} {self._words()}]"

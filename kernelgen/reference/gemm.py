@@ -22,9 +22,9 @@ from kernelgen.reference.checks import (
     to_compute,
 )
 from kernelgen.reference.quant import RECIPES, Scale, dequantize, expand_scale_a, expand_scale_b, quantize_fp8
-from kernelgen.reference.weights import PackedWeight
+from kernelgen.reference.weights import Quantized
 
-Weight = torch.Tensor | PackedWeight
+Weight = torch.Tensor | Quantized
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 OUT_SCALES = (None, *RECIPES[:3])
 
@@ -159,8 +159,8 @@ def grouped_gemm(a: torch.Tensor, b: Weight, offsets: torch.Tensor | Sequence[in
                               compute_dtype=compute_dtype))
     if not by_rows:
         return finish(torch.stack(parts) if parts else value_a.new_zeros(0, a.shape[0], halved), out_dtype, out_scale)
-    rest = _unwritten(initial, (total, halved), value_a)[ends[-1] if ends else 0 :]
-    return finish(torch.cat([*parts, rest]), out_dtype, out_scale)
+    used = torch.arange(total, device=a.device) < (ends[-1] if ends else 0)
+    return _finish_rows(parts, used, initial, (total, halved), value_a, out_dtype, out_scale)
 
 
 def grouped_gemm_masked(a: torch.Tensor, b: Weight, counts: torch.Tensor | Sequence[int], *,
@@ -189,14 +189,32 @@ def grouped_gemm_masked(a: torch.Tensor, b: Weight, counts: torch.Tensor | Seque
     if c is not None:
         check_shape("c", c, (groups, rows, columns // 2 if activation in GATED else columns), "the shape of the result")
     check_same_device(a=a, bias=bias, c=c, initial=initial)
-    rest = _unwritten(initial, (groups, rows, columns // 2 if activation in GATED else columns), value_a)
     parts = []
     for e, n in enumerate(lengths):
         row = bias[e] if bias is not None and bias.dim() == 2 else bias
-        done = epilogue(value_a[e, :n] @ value_b[e], bias=row, activation=activation, gate_up=gate_up,
-                        c=None if c is None else c[e, :n], beta=beta, compute_dtype=compute_dtype)
-        parts.append(torch.cat([done, rest[e, n:]]))
-    return finish(torch.stack(parts) if parts else rest, out_dtype, out_scale)
+        parts.append(epilogue(value_a[e, :n] @ value_b[e], bias=row, activation=activation, gate_up=gate_up,
+                              c=None if c is None else c[e, :n], beta=beta, compute_dtype=compute_dtype))
+    used = torch.arange(rows, device=a.device) < torch.tensor(lengths, device=a.device).view(-1, 1)
+    halved = columns // 2 if activation in GATED else columns
+    return _finish_rows(parts, used, initial, (groups, rows, halved), value_a, out_dtype, out_scale)
+
+
+def _finish_rows(parts: list[torch.Tensor], used: torch.Tensor, initial: torch.Tensor | None, shape: tuple[int, ...],
+                 like: torch.Tensor, out_dtype: torch.dtype | None, out_scale: str | None) -> Result:
+    """The rows of all groups in their places, ``used``; the others are ``initial``'s or NaN, and take no part in quantising."""
+    value = finish(torch.cat(parts) if parts else like.new_zeros(0, shape[-1]), out_dtype, out_scale)
+    if not isinstance(value, tuple):
+        full = _unwritten(initial, shape, like).clone()
+        full[used] = value
+        return full
+    codes, scale = value
+    full_codes = torch.full(shape, float("nan"), device=like.device).to(codes.dtype)
+    full_codes.view(torch.uint8)[used] = codes.view(torch.uint8)
+    if out_scale == "tensor":
+        return full_codes, scale
+    full_scale = scale.new_full((*shape[:-1], scale.shape[-1]), float("nan"))
+    full_scale[used] = scale
+    return full_codes, full_scale
 
 
 def _end_offsets(offsets: torch.Tensor | Sequence[int], total: int, groups: int | None) -> list[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -20,6 +21,15 @@ FORMATS = ("int4", "mxfp4")
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MX_GROUP = 32
 E8M0_BIAS, E8M0_NAN = 127, 255
+
+
+class Quantized(Protocol):
+    """What the oracles ask of a packed weight (.., N, K), of whatever class."""
+
+    @property
+    def codes(self) -> torch.Tensor: ...
+
+    def dequantize(self, compute_dtype: torch.dtype = torch.float64) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,10 @@ import torch
 
 import kernelgen
 from kernelgen import reference as ref
+from kernelgen.ops.products import Weight
 from kernelgen.reference.gemm import epilogue
-from kernelgen.testing.data import poison_, random_tensor
+from kernelgen.reference.plain import default_out_dtype
+from kernelgen.testing.data import FP8_NAN, poison_, random_tensor
 from kernelgen.testing.tolerance import assert_bits_equal, assert_close_to_reference
 
 
@@ -33,6 +35,36 @@ def operands(
     return make((*lead, m, k), order[0], seed), make((*(lead if batched_b else ()), k, n), order[1], seed + 1)
 
 
+def blocks_of(size: int) -> int:
+    """Blocks of 128."""
+    return -(-size // 128)
+
+
+def scales_of(
+    a: torch.Tensor, b: torch.Tensor, recipe: str, *, seed: int, columns_first: bool = False, span: int = 8,
+) -> dict[str, torch.Tensor]:
+    """scale_a and scale_b of an fp8 recipe for a (.., M, K) and b (.., K, N): magnitudes from 2^-span to 2^span.
+
+    ``columns_first``: the other dimension is the contiguous one, as after a transposing quantiser; the rest is poisoned.
+    """
+    (m, k), n = a.shape[-2:], b.shape[-1]
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+        "tensor": ((), ()), "row": ((m, 1), (1, n)), "block_128x128": ((m, blocks_of(k)), (blocks_of(k), blocks_of(n))),
+        "block_1x128": ((m, blocks_of(k)), (blocks_of(k), n)),
+    }
+    made = []
+    for i, (operand, shape) in enumerate(zip((a, b), shapes[recipe])):
+        lead = operand.shape[:-2] if shape else ()
+        exponents = random_tensor((*lead, *shape, 1), seed=seed + i, scale=span / 2).squeeze(-1)
+        scale = torch.exp2(exponents.clamp(-span, span))
+        if shape and columns_first:
+            wide = poison_(torch.empty(*lead, shape[1], shape[0] + 3))
+            wide[..., : shape[0]] = scale.mT
+            scale = wide[..., : shape[0]].mT
+        made.append(scale.to(a.device))
+    return {"scale_a": made[0], "scale_b": made[1]}
+
+
 def tensor_core_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a @ b in float32 as the tensor cores of a's device add it up, for tolerances of float32 results.
 
@@ -50,23 +82,23 @@ def tensor_core_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return total.float()
 
 
-def _plain(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, features: dict[str, Any]) -> torch.Tensor:
+def _plain(a: torch.Tensor, b: Weight, dtype: torch.dtype, features: dict[str, Any]) -> torch.Tensor:
     """The plain evaluation: float32 in torch; of 16-bit operands on a GPU with a float32 result, as tensor cores add."""
-    if a.is_cuda and dtype == torch.float32 and a.dtype in (torch.bfloat16, torch.float16):
+    if a.is_cuda and dtype == torch.float32 and a.dtype in (torch.bfloat16, torch.float16) and isinstance(b, torch.Tensor):
         words: dict[str, Any] = dict(bias=None, activation=None, gate_up="gate_first", c=None, beta=1.0) | features
         return epilogue(tensor_core_product(a, b), compute_dtype=torch.float32, **words)
     return ref.gemm_plain(a, b, out_dtype=dtype, **features)
 
 
 def check_gemm(
-    a: torch.Tensor, b: torch.Tensor, *, seed: int, what: str, out_dtype: torch.dtype | None = None, out_pad: int = 0,
+    a: torch.Tensor, b: Weight, *, seed: int, what: str, out_dtype: torch.dtype | None = None, out_pad: int = 0,
     c: torch.Tensor | None = None, beta: float = 1.0, **features: Any,
 ) -> torch.Tensor:
     """Run twice into poisoned outputs, compare with the float64 reference and with itself. Returns the result.
 
     Nothing of the buffer around the output may change.
     """
-    dtype = out_dtype or a.dtype
+    dtype = out_dtype or default_out_dtype(a.dtype)
     exact = ref.gemm(a, b, c=c, beta=beta, **features)
     assert isinstance(exact, torch.Tensor)  # a pair only with out_scale
     plain = _plain(a, b, dtype, features | {"c": c, "beta": beta})
@@ -82,3 +114,40 @@ def check_gemm(
     assert_bits_equal(results[1], results[0], what=f"{what}, second run")
     assert_close_to_reference(results[0], exact, plain, what=what, seed=seed)
     return results[0]
+
+
+def check_quantized_gemm(
+    a: torch.Tensor, b: torch.Tensor, recipe: str, *, seed: int, what: str, code: torch.dtype = torch.float8_e4m3fn, out_pad: int = 0,
+    **features: Any,
+) -> None:
+    """The same for an output of codes and scales: both are poisoned before, and what they mean is compared with the unquantised
+    result, by the error that quantising the plain evaluation has. Every scale is that of its block's largest value.
+    """
+    exact = ref.gemm(a, b, **features)
+    assert isinstance(exact, torch.Tensor)
+    near_codes, near_scale = ref.quantize_fp8(ref.gemm_plain(a, b, out_dtype=torch.float32, **features), recipe, dtype=code,
+                                              compute_dtype=torch.float32)
+    results = []
+    for _ in range(2):
+        buffer = poison_(torch.empty(*exact.shape[:-1], exact.shape[-1] + out_pad, dtype=code, device=a.device))
+        out = (buffer[..., : exact.shape[-1]], poison_(torch.empty_like(near_scale)))
+        codes, scale = kernelgen.gemm(a, b, out=out, out_scale=recipe, backend="generated", **features)
+        assert codes.data_ptr() == out[0].data_ptr() and scale.data_ptr() == out[1].data_ptr(), what
+        if out_pad and not bool((buffer[..., exact.shape[-1]:].view(torch.uint8) == FP8_NAN).all()):
+            raise AssertionError(f"{what}: wrote behind the rows of the codes")
+        results.append((codes, scale))
+    for first, second, part in zip(*results, ("codes", "scale")):
+        assert_bits_equal(second.float(), first.float(), what=f"{what} {part}, second run")
+    codes, scale = results[0]
+    # A value at the edge of two codes may go either way.
+    torch.testing.assert_close(scale, near_scale, rtol=1e-5, atol=0)
+    assert_close_to_reference(fp8_values(codes, scale), exact, fp8_values(near_codes, near_scale), what=what, seed=seed)
+
+
+def fp8_values(codes: torch.Tensor, scale: torch.Tensor, *, rows_in_blocks: bool = False) -> torch.Tensor:
+    """float32 values of codes (.., M, N) with a scale (), (.., M, 1), (.., M, blocks) or, ``rows_in_blocks``, (.., blocks, blocks)."""
+    if scale.dim() and (scale.shape[-1] != 1 or rows_in_blocks):
+        scale = scale.repeat_interleave(128, -1)[..., : codes.shape[-1]]
+    if rows_in_blocks:
+        scale = scale.repeat_interleave(128, -2)[..., : codes.shape[-2], :]
+    return codes.float() * scale

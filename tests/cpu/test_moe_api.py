@@ -121,8 +121,6 @@ def test_grouped_gemm_leaves_other_rows_alone() -> None:
     masked = torch.full((2, 3, 4), 7.0, dtype=torch.bfloat16)
     kernelgen.grouped_gemm_masked(a.view(2, 3, 8), b, torch.tensor([3, 1], dtype=torch.int32), out=masked)
     assert (masked[1, 1:] == 7).all() and not (masked[1, 0] == 7).any()
-    with pytest.raises(NoBackendError, match="generated"):
-        kernelgen.grouped_gemm(a, b, [2, 5], backend="generated")
 
 
 @pytest.mark.parametrize(("change", "error", "words"), [

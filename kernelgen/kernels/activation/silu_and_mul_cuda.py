@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
+from kernelgen.kernels.rowwise import MAX_BLOCKS, LanesConfig, full_access, lane_configs, legal_lanes
 from kernelgen.params import ParamStruct
 from kernelgen.problems.rows import SiluAndMulProblem
 from kernelgen.specs import KernelSpec
@@ -22,25 +23,12 @@ PARAMS = ParamStruct((
 ENTRY = "silu_and_mul_cuda"
 
 _DTYPES = ("fp32", "bf16", "fp16")
-_MAX_BLOCKS = (1 << 31) - 1  # grid x
 _MAX_BLOCKS_Y = 65535
 
 
-@dataclass(frozen=True)
-class Config:
-    """``lanes`` neighbouring threads of a block's ``threads`` walk one row."""
-
-    threads: int
-    lanes: int
-
-    def __str__(self) -> str:
-        return f"t{self.threads} l{self.lanes}"
-
-
-def _vector(problem: SiluAndMulProblem) -> int:
-    """Elements of one access: 16 bytes when both halves of every row allow that, else one element."""
-    per_access = 16 // DTYPES[problem.dtype].bytes
-    return per_access if problem.alignment == 16 and problem.width % per_access == 0 else 1
+def _access(problem: SiluAndMulProblem) -> int:
+    """Elements of one access, of either half of a row."""
+    return full_access(problem.dtype, problem.alignment, problem.width)
 
 
 def supports(problem: SiluAndMulProblem, target: Target) -> Verdict:
@@ -49,28 +37,17 @@ def supports(problem: SiluAndMulProblem, target: Target) -> Verdict:
     return first_no(
         (target.kind == "cuda" and target.capability >= 80, f"silu_and_mul_cuda needs sm_80 or later, got {target}"),
         (p.dtype in _DTYPES, f"dtype {p.dtype} is not one of {', '.join(_DTYPES)}"),
-        (p.rows <= _MAX_BLOCKS, f"{p.rows} rows exceed the grid's {_MAX_BLOCKS}"),
+        (p.rows <= MAX_BLOCKS, f"{p.rows} rows exceed the grid's {MAX_BLOCKS}"),
     )
 
 
-def legal(problem: SiluAndMulProblem, target: Target, config: Config) -> Verdict:
-    """Any row fits any config; the block must be whole warps that the lanes divide."""
-    c = config
-    return first_no(
-        (c.threads % 32 == 0 and c.threads <= 1024, f"{c.threads} threads are not 1 to 32 whole warps"),
-        (c.lanes > 0 and c.threads % c.lanes == 0, f"{c.lanes} lanes do not divide {c.threads} threads"),
-    )
+def candidates(problem: SiluAndMulProblem, target: Target) -> Iterator[LanesConfig]:
+    return lane_configs(-(-problem.width // _access(problem)), 256, (8, 32, 128, 256))
 
 
-def candidates(problem: SiluAndMulProblem, target: Target) -> Iterator[Config]:
-    """Legal configs, best guess first: as many lanes as a row has accesses, up to the block."""
-    accesses = -(-problem.width // _vector(problem))
-    yield from sorted((Config(256, lanes) for lanes in (8, 32, 128, 256)), key=lambda c: (c.lanes < min(accesses, 256), c.lanes))
-
-
-def spec(problem: SiluAndMulProblem, target: Target, config: Config) -> KernelSpec:
+def spec(problem: SiluAndMulProblem, target: Target, config: LanesConfig) -> KernelSpec:
     """The specialisation: dtype, access width and config."""
-    vector = _vector(problem)
+    vector = _access(problem)
     parameters: dict[str, Any] = dict(
         element=DTYPES[problem.dtype].cuda, threads=config.threads, lanes=config.lanes, vector=vector)
     return KernelSpec.make(
@@ -80,11 +57,11 @@ def spec(problem: SiluAndMulProblem, target: Target, config: Config) -> KernelSp
 
 
 def bind(
-    problem: SiluAndMulProblem, config: Config, kernel: Any, tensors: SiluAndMulTensors,
+    problem: SiluAndMulProblem, config: LanesConfig, kernel: Any, tensors: SiluAndMulTensors,
 ) -> Callable[[SiluAndMulTensors], None]:
     """The closure of a repeated call: packs addresses, launches."""
-    blocks = -(-problem.rows // (config.threads // config.lanes))
-    columns = min(-(-problem.width // (config.lanes * _vector(problem))), _MAX_BLOCKS_Y)
+    blocks = config.blocks(problem.rows)
+    columns = min(-(-problem.width // (config.lanes * _access(problem))), _MAX_BLOCKS_Y)
     launch = kernel.prepare(tensors.x.device.index or 0, grid=(blocks, columns, 1), block=(config.threads, 1, 1))
     tail = PARAMS.pack_scalars({
         "rows": problem.rows, "width": problem.width, "x_stride": tensors.x.stride(0), "out_stride": tensors.out.stride(0)})
@@ -96,7 +73,7 @@ def bind(
     return run
 
 
-def coverage() -> Iterable[tuple[SiluAndMulProblem, Config | None]]:
+def coverage() -> Iterable[tuple[SiluAndMulProblem, LanesConfig | None]]:
     """Problems that together reach every branch of the template."""
     base = SiluAndMulProblem(64, 4096, "bf16")
     yield base, None
@@ -106,5 +83,5 @@ def coverage() -> Iterable[tuple[SiluAndMulProblem, Config | None]]:
 
 FAMILY = KernelFamily(
     name="activation/silu_and_mul_cuda", op="silu_and_mul", target_kind="cuda", toolchain="nvrtc", supports=supports,
-    candidates=candidates, legal=legal, spec=spec, bind=bind, coverage=coverage,
+    candidates=candidates, legal=legal_lanes, spec=spec, bind=bind, coverage=coverage,
 )

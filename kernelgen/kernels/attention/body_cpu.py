@@ -6,7 +6,7 @@ measurements, in docs/design/cpu_attention.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from kernelgen.dtypes import DTYPES
 from kernelgen.params import ParamStruct
 from kernelgen.targets import Target
+from kernelgen.verdicts import Verdict, first_no
 
 PARAMS_TYPE = "kernelgen::AttentionCpuParams"
 PARAMS = ParamStruct((
@@ -34,16 +35,41 @@ PARAMS = ParamStruct((
     ("v_scale_batch", "i64"), ("v_scale_head", "i64"),
     ("q_rope_row", "i64"), ("q_rope_head", "i64"), ("k_rope_page", "i64"), ("k_rope_row", "i64"),
     ("batch", "i64"), ("seq_q", "i64"), ("seq_k", "i64"), ("num_kv_heads", "i64"), ("group_size", "i64"),
-    ("task_rows", "i64"), ("page_size", "i64"), ("page_shift", "i64"), ("window_left", "i64"), ("window_right", "i64"),
-    ("scale", "f64"), ("soft_cap", "f64"), ("v_factor", "f64"),
+    ("task_rows", "i64"), ("page_size", "i64"), ("page_shift", "i64"),
+    ("split_chunk", "i64"), ("splits", "i64"), ("slots", "i64"), ("min_chunk", "i64"), ("window_left", "i64"), ("window_right", "i64"),
+    ("scale", "f64"), ("soft_cap", "f64"), ("v_factor", "f64"), ("k_factor", "f64"),
 ))
 NO_SCALARS: dict[str, int | float] = dict.fromkeys(PARAMS.scalars, 0)
 
 WIDE_DTYPES = ("fp64", "fp32", "bf16", "fp16")
 FP8_DTYPES = ("e4m3", "e5m2")
 # Problem mask -> enum class Mask of the headers.
-DENSE_MASKS = {None: "kNone", "dense": "kStrided", "flat": "kFlat", "packed": "kPacked"}
-PAGED_MASKS = {None: "kNone", "dense": "kFlat", "packed": "kPacked"}
+DENSE_MASKS: dict[str | None, str] = {None: "kNone", "dense": "kStrided", "flat": "kFlat", "packed": "kPacked"}
+PAGED_MASKS: dict[str | None, str] = {None: "kNone", "dense": "kFlat", "packed": "kPacked"}
+
+
+# Keys of a tile. 64 costs 1 - 3 %, 256 gains nothing and needs twice the scratch (Zen 4, fp32 and bf16, D 128, 512 and
+# 2048 tokens; docs/design/cpu_attention.md).
+BLOCK_K = 128
+# Panels of a block of rows, best first where there are rows enough. More rows share a packed tile: 2 panels cost 4 - 10 %
+# against 8, 16 and 32 gain up to 3 % on long full attention, and need 1 MB of L2 beside the tile.
+PANELS = (8, 4, 2, 1)
+# Scratch of a thread: must stay well inside its share of the L2 and L3 caches to be of any use.
+_SCRATCH_LIMIT = 64 << 20
+
+
+@dataclass(frozen=True)
+class Config:
+    """block_rows: query rows of a task or item, each head of a group counting as one; block_k: keys of a tile.
+
+    Only block_k is compiled in. It fixes the order of summation, so it never depends on batch or lengths.
+    """
+
+    block_rows: int
+    block_k: int
+
+    def __str__(self) -> str:
+        return f"{self.block_rows}x{self.block_k}"
 
 
 @dataclass(frozen=True)
@@ -65,6 +91,7 @@ class Features:
     variant: Any
     scales: str
     lse: bool
+    rope_dtype: str = ""  # of the rope part of the keys, "" for the same
 
     @property
     def words(self) -> list[str]:
@@ -75,7 +102,8 @@ class Features:
         if self.out_dtype != ("bf16" if self.q_dtype in FP8_DTYPES else self.q_dtype):
             dtypes.append(f"to_{self.out_dtype}")
         dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}_{self.head_dim_v}"
-        flags = (("rope", self.rope_dim), ("left", self.left), ("right", self.right), ("cap", self.soft_cap), ("alibi", self.alibi),
+        rope = f"rope_{self.rope_dtype}" if self.rope_dtype else "rope"
+        flags = ((rope, self.rope_dim), ("left", self.left), ("right", self.right), ("cap", self.soft_cap), ("alibi", self.alibi),
                  ("sinks", self.sinks), (f"mask_{self.mask[1:].lower()}", self.mask != "kNone"),
                  (str(self.variant), self.variant is not None), (f"scales_{self.scales[1:].lower()}", self.scales != "kNone"),
                  ("lse", self.lse))
@@ -90,6 +118,7 @@ class Features:
         """The template's parameters of struct CommonOptions and of the scratch assertions."""
         return dict(
             query=DTYPES[self.q_dtype].cpp, key_value=DTYPES[self.kv_dtype].cpp, output=DTYPES[self.out_dtype].cpp,
+            rope=DTYPES[self.rope_dtype or self.kv_dtype].cpp,
             head_dim=self.head_dim, head_dim_v=self.head_dim_v, rope_dim=self.rope_dim, bounded_left=self.left,
             bounded_right=self.right, soft_cap=self.soft_cap, alibi=self.alibi, sinks=self.sinks, lse=self.lse, mask=self.mask,
             scales=self.scales, variant_code=self.variant_code, block_k=block_k,
@@ -140,11 +169,41 @@ class Tiling:
         ids = self.panel_rows * (self.scalar + 8) if self.lane_ids else 8
         return round_up(self.panel_rows * lane + 40 + ids, 64)
 
-    def scratch_bytes(self, features: Features, task_rows: int, block_k: int) -> int:
-        """Memory that each thread needs for tasks of this many rows."""
-        dims = (features.head_dim, features.head_dim_v)
-        panels = -(-task_rows // self.panel_rows)
-        return self.tile_bytes(*dims, block_k) + panels * self.panel_bytes(*dims)
+
+def scratch_bytes(features: Features, target: Target, config: Config) -> int:
+    """Memory that each thread needs."""
+    tiling, dims = Tiling.of(features, target), (features.head_dim, features.head_dim_v)
+    panels = -(-config.block_rows // tiling.panel_rows)
+    return tiling.tile_bytes(*dims, config.block_k) + panels * tiling.panel_bytes(*dims)
+
+
+def fits(features: Features, target: Target, config: Config) -> Verdict:
+    """Does the config fit: whole panels, whole register tiles, scratch?"""
+    panel, scratch = Tiling.of(features, target).panel_rows, scratch_bytes(features, target, config)
+    return first_no(
+        (config.block_rows >= 1 and config.block_rows % panel == 0,
+         f"block_rows {config.block_rows} is not a multiple of a panel's {panel} rows"),
+        (config.block_k >= 8 and config.block_k % 8 == 0, f"block_k {config.block_k} is not a multiple of 8"),
+        (scratch <= _SCRATCH_LIMIT, f"config {config} needs {scratch} bytes of scratch a thread, at most {_SCRATCH_LIMIT}"),
+    )
+
+
+def common_checks(kernel: str, problem: Any, target: Target, out_dtype: str, masks: Iterable[str | None]) -> list[tuple[bool, str]]:
+    """What both kernels ask of dtypes, head dims, heads, masks and variants, for first_no."""
+    p, outs = problem, ("bf16", "fp16", "fp32") if problem.q_dtype in FP8_DTYPES else (problem.q_dtype,)
+    return [
+        (target.kind == "cpu", f"{kernel} needs a CPU, got {target}"),
+        (dtypes_fit(p.q_dtype, p.kv_dtype),
+         f"q dtype {p.q_dtype} with key/value dtype {p.kv_dtype} is neither one wide type nor fp8 keys and values"),
+        (out_dtype in outs, f"out dtype {out_dtype} for q dtype {p.q_dtype}"),
+        (head_dims_fit(p.head_dim, p.head_dim_v), f"head dims {p.head_dim}/{p.head_dim_v} are not multiples of 8 up to 576/512"),
+        (p.num_kv_heads > 0 and p.num_q_heads % p.num_kv_heads == 0,
+         f"{p.num_q_heads} query heads are not a multiple of {p.num_kv_heads} key/value heads"),
+        (p.mask in masks, f"mask={p.mask} is not one of {', '.join(map(str, masks))}"),
+        (not isinstance(p.variant, str), f"variant {p.variant} cannot be traced"),
+        (p.softmax or not p.return_lse, f"variant {p.variant} has no softmax and therefore no LSE"),
+        (p.softmax or not p.sinks, f"variant {p.variant} has no softmax that sinks could be a term of"),
+    ]
 
 
 def round_up(value: int, unit: int) -> int:

@@ -37,10 +37,10 @@ def pointer_packing() -> Callable[[MergeTensors], bytes]:
     return lambda t: pack(t.outs.data_ptr(), t.lses.data_ptr(), t.out.data_ptr(), t.lse.data_ptr())
 
 
-def coverage_problems() -> Iterator[MergeProblem]:
+def coverage() -> Iterator[tuple[MergeProblem, None]]:
     """Problems that together reach every branch of the templates."""
     base = MergeProblem(4, 64, 8, 128, "bf16")
-    yield base
-    yield replace(base, dtype="fp16", head_dim=512)
-    yield replace(base, dtype="fp32", head_dim=20)
-    yield replace(base, dtype="fp16", head_dim=65, alignment=2)
+    yield base, None
+    yield replace(base, dtype="fp16", head_dim=512), None
+    yield replace(base, dtype="fp32", head_dim=20), None
+    yield replace(base, dtype="fp16", head_dim=65, alignment=2), None

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from kernelgen.cache_tensors import MergeTensors
 from kernelgen.dtypes import DTYPES
-from kernelgen.kernels.attention.merge_states import PARAMS, coverage_problems, pointer_packing, scalars
+from kernelgen.kernels.attention.merge_states import PARAMS, pointer_packing, scalars
+from kernelgen.kernels.attention.merge_states import coverage as shared_coverage
 from kernelgen.kernels.base import KernelFamily
+from kernelgen.kernels.rowwise import TaskConfig, legal_tasks, repeated
 from kernelgen.problems.cache_ops import MergeProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
-from kernelgen.verdicts import Verdict, first_no, no, yes
+from kernelgen.verdicts import Verdict, first_no
 
 ENTRY = "merge_states_cpu"
 _DTYPES = ("fp32", "bf16", "fp16", "fp64")
-# Elements read by a task: some ten microseconds of work, which hides the cost of handing a task out.
-_TASK_ELEMENTS = 1 << 16
-
-
-@dataclass(frozen=True)
-class Config:
-    """(token, head) rows of a task."""
-
-    task_rows: int
-
-    def __str__(self) -> str:
-        return f"{self.task_rows} rows"
+_TASK_ELEMENTS = 1 << 16  # read by a task
 
 
 def supports(problem: MergeProblem, target: Target) -> Verdict:
@@ -41,43 +32,31 @@ def supports(problem: MergeProblem, target: Target) -> Verdict:
     )
 
 
-def legal(problem: MergeProblem, target: Target, config: Config) -> Verdict:
-    return yes() if config.task_rows >= 1 else no(f"config {config} has an empty task")
+def candidates(problem: MergeProblem, target: Target) -> Iterator[TaskConfig]:
+    yield TaskConfig.of(problem.sides * problem.head_dim, _TASK_ELEMENTS)
 
 
-def candidates(problem: MergeProblem, target: Target) -> Iterator[Config]:
-    """One config: tasks of about _TASK_ELEMENTS."""
-    yield Config(max(1, _TASK_ELEMENTS // max(problem.sides * problem.head_dim, 1)))
-
-
-def spec(problem: MergeProblem, target: Target, config: Config) -> KernelSpec:
+def spec(problem: MergeProblem, target: Target, config: TaskConfig) -> KernelSpec:
     """The specialisation: the dtype."""
     return KernelSpec.make(
         f"merge_states_cpu_{problem.dtype}", "attention/merge_states_cpu.cc.jinja", "cxx", {"element": DTYPES[problem.dtype].cpp},
         params=PARAMS, params_type="kernelgen::MergeParams", entries=(ENTRY,), target=target)
 
 
-def bind(problem: MergeProblem, config: Config, kernel: Any, tensors: MergeTensors) -> Callable[[MergeTensors], None]:
+def bind(problem: MergeProblem, config: TaskConfig, kernel: Any, tensors: MergeTensors) -> Callable[[MergeTensors], None]:
     """The closure of a repeated call: packs addresses, runs the tasks."""
     p = problem
-    launch = kernel.prepare(phases=((0, -(-p.tokens * p.heads // config.task_rows)),), scratch_bytes=max(16 * p.sides, 1))
-    tail = scalars(p, tensors, config.task_rows)
-    addresses = pointer_packing()
-
-    def run(t: MergeTensors) -> None:
-        launch(addresses(t) + tail)
-
-    return run
+    launch = kernel.prepare(phases=((0, config.tasks(p.tokens * p.heads)),), scratch_bytes=max(16 * p.sides, 1))
+    return repeated(launch, pointer_packing(), scalars(p, tensors, config.rows))
 
 
-def coverage() -> Iterable[tuple[MergeProblem, Config | None]]:
-    """Problems that together reach every branch of the template."""
-    for problem in coverage_problems():
-        yield problem, None
-    yield replace(next(coverage_problems()), dtype="fp64"), None
+def coverage() -> Iterator[tuple[MergeProblem, None]]:
+    """The shared problems, and the dtype that only this kernel has."""
+    yield from shared_coverage()
+    yield replace(next(shared_coverage())[0], dtype="fp64"), None
 
 
 FAMILY = KernelFamily(
     name="attention/merge_states_cpu", op="merge_states", target_kind="cpu", toolchain="cxx", supports=supports,
-    candidates=candidates, legal=legal, spec=spec, bind=bind, coverage=coverage,
+    candidates=candidates, legal=legal_tasks, spec=spec, bind=bind, coverage=coverage,
 )

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from kernelgen.cache_tensors import MergeTensors
 from kernelgen.dtypes import DTYPES
-from kernelgen.kernels.attention.merge_states import PARAMS, coverage_problems, pointer_packing, scalars
+from kernelgen.kernels.attention.merge_states import PARAMS, coverage, pointer_packing, scalars
 from kernelgen.kernels.base import KernelFamily
 from kernelgen.kernels.rope.access import copy_access
+from kernelgen.kernels.rowwise import MAX_BLOCKS, LanesConfig, lane_configs, legal_lanes, repeated
 from kernelgen.problems.cache_ops import MergeProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
@@ -18,18 +18,6 @@ from kernelgen.verdicts import Verdict, first_no
 
 ENTRY = "merge_states_cuda"
 _DTYPES = ("fp32", "bf16", "fp16")
-_MAX_BLOCKS = (1 << 31) - 1  # grid x
-
-
-@dataclass(frozen=True)
-class Config:
-    """``lanes`` neighbouring threads of a block's ``threads`` own a (token, head)."""
-
-    threads: int
-    lanes: int
-
-    def __str__(self) -> str:
-        return f"t{self.threads} l{self.lanes}"
 
 
 def _access(p: MergeProblem) -> int:
@@ -43,26 +31,15 @@ def supports(problem: MergeProblem, target: Target) -> Verdict:
         (target.kind == "cuda" and target.capability >= 80, f"merge_states_cuda needs sm_80 or later, got {target}"),
         (p.dtype in _DTYPES, f"dtype {p.dtype} is not one of {', '.join(_DTYPES)}"),
         (p.lse_dtype == "fp32", f"lses of {p.lse_dtype} are not fp32"),
-        (p.tokens * p.heads <= _MAX_BLOCKS, f"{p.tokens * p.heads} rows exceed the grid's {_MAX_BLOCKS}"),
+        (p.tokens * p.heads <= MAX_BLOCKS, f"{p.tokens * p.heads} rows exceed the grid's {MAX_BLOCKS}"),
     )
 
 
-def legal(problem: MergeProblem, target: Target, config: Config) -> Verdict:
-    """Any row fits any config; the block must be whole warps that the lanes divide."""
-    c = config
-    return first_no(
-        (c.threads % 32 == 0 and c.threads <= 1024, f"{c.threads} threads are not 1 to 32 whole warps"),
-        (c.lanes > 0 and c.threads % c.lanes == 0, f"{c.lanes} lanes do not divide {c.threads} threads"),
-    )
+def candidates(problem: MergeProblem, target: Target) -> Iterator[LanesConfig]:
+    return lane_configs(-(-problem.head_dim // _access(problem)), 128, (8, 16, 32, 64))
 
 
-def candidates(problem: MergeProblem, target: Target) -> Iterator[Config]:
-    """Legal configs, best guess first: as many lanes as a row has accesses, up to two warps."""
-    accesses = -(-problem.head_dim // _access(problem))
-    yield from sorted((Config(128, lanes) for lanes in (8, 16, 32, 64)), key=lambda c: (c.lanes < min(accesses, 64), c.lanes))
-
-
-def spec(problem: MergeProblem, target: Target, config: Config) -> KernelSpec:
+def spec(problem: MergeProblem, target: Target, config: LanesConfig) -> KernelSpec:
     """The specialisation: dtype, access width and config."""
     access = _access(problem)
     parameters: dict[str, Any] = dict(
@@ -72,26 +49,14 @@ def spec(problem: MergeProblem, target: Target, config: Config) -> KernelSpec:
         parameters, params=PARAMS, params_type="kernelgen::MergeParams", entries=(ENTRY,), target=target)
 
 
-def bind(problem: MergeProblem, config: Config, kernel: Any, tensors: MergeTensors) -> Callable[[MergeTensors], None]:
+def bind(problem: MergeProblem, config: LanesConfig, kernel: Any, tensors: MergeTensors) -> Callable[[MergeTensors], None]:
     """The closure of a repeated call: packs addresses, launches."""
-    blocks = -(-problem.tokens * problem.heads // (config.threads // config.lanes))
+    blocks = config.blocks(problem.tokens * problem.heads)
     launch = kernel.prepare(tensors.outs.device.index or 0, grid=(blocks, 1, 1), block=(config.threads, 1, 1))
-    tail = scalars(problem, tensors, 0)
-    addresses = pointer_packing()
-
-    def run(t: MergeTensors) -> None:
-        launch(addresses(t) + tail)
-
-    return run
-
-
-def coverage() -> Iterable[tuple[MergeProblem, Config | None]]:
-    """Problems that together reach every branch of the template."""
-    for problem in coverage_problems():
-        yield problem, None
+    return repeated(launch, pointer_packing(), scalars(problem, tensors, 0))
 
 
 FAMILY = KernelFamily(
     name="attention/merge_states_cuda", op="merge_states", target_kind="cuda", toolchain="nvrtc", supports=supports,
-    candidates=candidates, legal=legal, spec=spec, bind=bind, coverage=coverage,
+    candidates=candidates, legal=legal_lanes, spec=spec, bind=bind, coverage=coverage,
 )

@@ -7,24 +7,29 @@ measurements, in docs/design/cpu_attention.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from kernelgen.kernels.attention.body_cpu import (
+    BLOCK_K,
     FP8_DTYPES,
     NO_SCALARS,
     PAGED_MASKS,
+    PANELS,
     PARAMS,
     PARAMS_TYPE,
+    Config,
     Features,
     Tiling,
     address,
-    dtypes_fit,
-    head_dims_fit,
+    common_checks,
+    fits,
     per_head_strides,
+    scratch_bytes,
 )
 from kernelgen.kernels.attention.schedule import Division
 from kernelgen.kernels.base import KernelFamily
+from kernelgen.problems.attention import AttentionProblem
 from kernelgen.problems.paged import PagedAttentionProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
@@ -33,20 +38,6 @@ from kernelgen.verdicts import Verdict, first_no
 
 ENTRIES = ("attention_paged_cpu", "attention_paged_cpu_merge")
 PAGES = {"contiguous": "kContiguous", "pow2": "kPowerOfTwo", "any": "kAny"}
-
-
-@dataclass(frozen=True)
-class Config:
-    """block_rows: query rows of an item, each head of a group counting as one; block_k: keys of a tile.
-
-    Only block_k is compiled in.
-    """
-
-    block_rows: int
-    block_k: int
-
-    def __str__(self) -> str:
-        return f"{self.block_rows}x{self.block_k}"
 
 
 def out_dtype_of(problem: PagedAttentionProblem) -> str:
@@ -59,60 +50,27 @@ def features_of(problem: PagedAttentionProblem) -> Features:
     return Features(
         p.q_dtype, p.kv_dtype, out_dtype_of(p), p.head_dim, p.head_dim_v, p.rope_dim, left=p.window[0] is not None,
         right=p.causal or p.window[1] is not None, soft_cap=p.soft_cap, alibi=p.alibi, sinks=p.sinks, mask=PAGED_MASKS[p.mask],
-        variant=p.variant, scales=scales, lse=p.return_lse,
+        variant=p.variant, scales=scales, lse=p.return_lse, rope_dtype=p.rope_dtype if p.rope_dtype != p.kv_dtype else "",
     )
-
-
-def tiling_of(problem: PagedAttentionProblem, target: Target) -> Tiling:
-    return Tiling.of(features_of(problem), target)
 
 
 def supports(problem: PagedAttentionProblem, target: Target) -> Verdict:
     """Can this kernel run the problem on the target at all?"""
     p = problem
     return first_no(
-        (target.kind == "cpu", f"paged_cpu needs a CPU, got {target}"),
-        (dtypes_fit(p.q_dtype, p.kv_dtype),
-         f"q dtype {p.q_dtype} with cache dtype {p.kv_dtype} is neither one wide type nor an fp8 cache"),
-        (out_dtype_of(p) in (("bf16", "fp16", "fp32") if p.q_dtype in FP8_DTYPES else (p.q_dtype,)),
-         f"out dtype {p.out_dtype} for q dtype {p.q_dtype}"),
-        (head_dims_fit(p.head_dim, p.head_dim_v), f"head dims {p.head_dim}/{p.head_dim_v} are not multiples of 8 up to 576/512"),
-        (p.num_kv_heads > 0 and p.num_q_heads % p.num_kv_heads == 0,
-         f"{p.num_q_heads} query heads are not a multiple of {p.num_kv_heads} key/value heads"),
+        *common_checks("paged_cpu", p, target, out_dtype_of(p), PAGED_MASKS),
         (p.rope_dim == 0 or (p.num_kv_heads == 1 and p.rope_dim % 8 == 0 and p.head_dim == p.head_dim_v + p.rope_dim),
          f"rope_dim {p.rope_dim} needs one latent head and head_dim = head_dim_v + rope_dim, got {p.num_kv_heads} heads and "
          f"head dims {p.head_dim}/{p.head_dim_v}"),
-        (p.rope_dtype in ("", p.kv_dtype), f"the rope part of the cache is {p.rope_dtype}, the latent part {p.kv_dtype}"),
-        (p.mask in PAGED_MASKS, f"mask={p.mask} is not one of {', '.join(map(str, PAGED_MASKS))}"),
-        (not isinstance(p.variant, str), f"variant {p.variant} cannot be traced"),
-        (getattr(p.variant, "normalization", "softmax") == "softmax", f"variant {p.variant} has no softmax"),
+        (p.rope_dtype in ("", p.kv_dtype) or (p.rope_dtype == p.q_dtype and p.kv_dtype in FP8_DTYPES),
+         f"the rope part of the cache is {p.rope_dtype}, expected the latent part's {p.kv_dtype}, or q's {p.q_dtype} beside an fp8 one"),
     )
-
-
-# Scratch of a thread: must stay well inside its share of the L2 and L3 caches to be of any use.
-_SCRATCH_LIMIT = 64 << 20
-
-
-def scratch_bytes(problem: PagedAttentionProblem, target: Target, config: Config) -> int:
-    """Memory that each thread needs."""
-    return tiling_of(problem, target).scratch_bytes(features_of(problem), config.block_rows, config.block_k)
 
 
 def legal(problem: PagedAttentionProblem, target: Target, config: Config) -> Verdict:
-    """Does the config fit: whole panels, whole register tiles, scratch?"""
-    tiling = tiling_of(problem, target)
-    scratch = scratch_bytes(problem, target, config)
-    return first_no(
-        (config.block_rows >= 1 and config.block_rows % tiling.panel_rows == 0,
-         f"block_rows {config.block_rows} is not a multiple of a panel's {tiling.panel_rows} rows"),
-        (config.block_k >= 8 and config.block_k % 8 == 0, f"block_k {config.block_k} is not a multiple of 8"),
-        (scratch <= _SCRATCH_LIMIT, f"config {config} needs {scratch} bytes of scratch a thread, at most {_SCRATCH_LIMIT}"),
-    )
+    return fits(features_of(problem), target, config)
 
 
-_BLOCK_K = 128  # as prefill_cpu
-# Panels of an item, best first where all are filled: as prefill_cpu.
-_PANELS = (8, 4, 2, 1)
 _ITEMS_PER_THREAD = 4
 # Keys per split of a batch-invariant call: some 100 us of work on one core, so the second stage does not show.
 _INVARIANT_CHUNK = 2048
@@ -121,10 +79,10 @@ _NO_SPLIT = 1 << 30
 
 def candidates(problem: PagedAttentionProblem, target: Target) -> Iterator[Config]:
     """Legal configs, best guess first. They differ in block_rows alone: same binary."""
-    panel = tiling_of(problem, target).panel_rows
+    panel = Tiling.of(features_of(problem), target).panel_rows
     first = _panels(problem, target, panel)
-    for count in (first, *(count for count in _PANELS if count != first)):
-        config = Config(count * panel, _BLOCK_K)
+    for count in (first, *(count for count in PANELS if count != first)):
+        config = Config(count * panel, BLOCK_K)
         if legal(problem, target, config):
             yield config
 
@@ -132,16 +90,16 @@ def candidates(problem: PagedAttentionProblem, target: Target) -> Iterator[Confi
 def _panels(problem: PagedAttentionProblem, target: Target, panel: int) -> int:
     """The most panels that the longest request fills to more than half, if that leaves items enough for every thread."""
     if problem.batch_invariant or problem.max_seq_q is None or problem.seq_q is None:
-        return _PANELS[0]
+        return PANELS[0]
     longest, rows = (n * problem.group_size for n in (problem.max_seq_q, problem.seq_q))
-    useful = [count for count in _PANELS if count == 1 or count * panel < 2 * longest]
+    useful = [count for count in PANELS if count == 1 or count * panel < 2 * longest]
     wanted = _ITEMS_PER_THREAD * target.sm_count
     enough = [count for count in useful if -(-rows // (count * panel)) * problem.num_kv_heads >= wanted]
     return enough[0] if enough else useful[-1]
 
 
-def division(problem: PagedAttentionProblem, target: Target, config: Config) -> Division:
-    """How a plan cuts its batch into items.
+def division(problem: AttentionProblem | PagedAttentionProblem, target: Target, config: Config) -> Division:
+    """How a batch is cut into items.
 
     float64 has no second stage: partial results are float32.
     """
@@ -185,7 +143,7 @@ def _scalars(problem: PagedAttentionProblem, config: Config, t: PagedTensors) ->
         "task_rows": config.block_rows,
         "page_size": p.page_size, "page_shift": p.page_size.bit_length() - 1, "window_left": left,
         "window_right": min(right, 0) if p.causal else right, "scale": float(t.scale), "soft_cap": float(t.soft_cap or 0.0),
-        "v_factor": float(t.v_factor),
+        "v_factor": float(t.v_factor), "k_factor": float(t.k_factor),
     }
 
 
@@ -199,7 +157,7 @@ def bind(
 ) -> Callable[[PagedTensors], None]:
     """The closure of a repeated run: packs addresses, launches items and, where requests were split, the merge."""
     p = problem
-    scratch = scratch_bytes(p, kernel.spec.target, config)
+    scratch = scratch_bytes(features_of(p), kernel.spec.target, config)
     tail = PARAMS.pack_scalars(_scalars(p, config, tensors))
     pack = PARAMS.pointer_packer.pack
     scaled = p.kv_scales is not None or p.q_scale
@@ -249,6 +207,8 @@ def coverage() -> Iterable[tuple[PagedAttentionProblem, Config | None]]:
     yield replace(base, q_dtype="e5m2", kv_dtype="e4m3", kv_scales="head", q_scale=True, mask="packed", causal=False), None
     yield replace(base, q_dtype="fp64", kv_dtype="fp64", head_dim=72, head_dim_v=40, mask="dense"), None
     yield replace(base, num_q_heads=16, num_kv_heads=1, head_dim=576, head_dim_v=512, rope_dim=64, page_size=64), None
+    yield replace(base, num_q_heads=16, num_kv_heads=1, kv_dtype="e4m3", kv_scales="page", head_dim=576, head_dim_v=512, rope_dim=64,
+                  rope_dtype="bf16", page_size=64), None
 
 
 FAMILY = KernelFamily(

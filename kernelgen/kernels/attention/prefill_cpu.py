@@ -7,21 +7,24 @@ here, with their measurements, in docs/design/cpu_attention.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from kernelgen.kernels.attention.body_cpu import (
+    BLOCK_K,
     DENSE_MASKS,
-    FP8_DTYPES,
     NO_SCALARS,
+    PANELS,
     PARAMS,
     PARAMS_TYPE,
+    Config,
     Features,
     Tiling,
     address,
-    dtypes_fit,
-    head_dims_fit,
+    common_checks,
+    fits,
     per_head_strides,
+    scratch_bytes,
     step,
 )
 from kernelgen.kernels.base import KernelFamily
@@ -34,20 +37,6 @@ from kernelgen.verdicts import Verdict, first_no
 ENTRY = "attention_prefill_cpu"
 
 
-@dataclass(frozen=True)
-class Config:
-    """task_rows: query rows of a task, each head of a group counting as one; block_k: keys of a tile.
-
-    Only block_k is compiled in. It fixes the order of summation, so it never depends on batch or lengths.
-    """
-
-    task_rows: int
-    block_k: int
-
-    def __str__(self) -> str:
-        return f"{self.task_rows}x{self.block_k}"
-
-
 def features_of(problem: AttentionProblem) -> Features:
     p = problem
     return Features(
@@ -57,67 +46,32 @@ def features_of(problem: AttentionProblem) -> Features:
     )
 
 
-def tiling_of(problem: AttentionProblem, target: Target) -> Tiling:
-    return Tiling.of(features_of(problem), target)
-
-
 def supports(problem: AttentionProblem, target: Target) -> Verdict:
     """Can this kernel run the problem on the target at all?"""
+    return supports_named(problem, target, "prefill_cpu")
+
+
+def supports_named(problem: AttentionProblem, target: Target, name: str) -> Verdict:
+    """What the body asks of a dense or ragged call; ``name``: whose verdict it becomes."""
     p = problem
-    fp8_query = p.q_dtype in FP8_DTYPES
     return first_no(
-        (target.kind == "cpu", f"prefill_cpu needs a CPU, got {target}"),
-        (dtypes_fit(p.q_dtype, p.kv_dtype),
-         f"q dtype {p.q_dtype} with key/value dtype {p.kv_dtype} is neither one wide type nor fp8 keys and values"),
-        (p.out_dtype in (("bf16", "fp16", "fp32") if fp8_query else (p.q_dtype,)),
-         f"out dtype {p.out_dtype} for q dtype {p.q_dtype}"),
-        (head_dims_fit(p.head_dim, p.head_dim_v),
-         f"head dims {p.head_dim}/{p.head_dim_v} are not multiples of 8 up to 576/512"),
-        (p.num_kv_heads > 0 and p.num_q_heads % p.num_kv_heads == 0,
-         f"{p.num_q_heads} query heads are not a multiple of {p.num_kv_heads} key/value heads"),
-        (p.mask in DENSE_MASKS, f"mask={p.mask} is not one of {', '.join(map(str, DENSE_MASKS))}"),
-        (not p.block_mask, "block_mask is not in prefill_cpu"),
-        (not isinstance(p.variant, str), f"variant {p.variant} cannot be traced"),
-        (getattr(p.variant, "normalization", "softmax") == "softmax", f"variant {p.variant} has no softmax"),
-        (not p.requires_grad, "requires_grad: prefill_cpu has no backward"),
+        *common_checks(name, p, target, p.out_dtype, DENSE_MASKS),
+        (not p.block_mask, f"block_mask is not in {name}"),
+        (not p.requires_grad, f"requires_grad: {name} has no backward"),
     )
-
-
-# Scratch of a thread: must stay well inside its share of the L2 and L3 caches to be of any use.
-_SCRATCH_LIMIT = 64 << 20
-
-
-def scratch_bytes(problem: AttentionProblem, target: Target, config: Config) -> int:
-    """Memory that each thread needs."""
-    return tiling_of(problem, target).scratch_bytes(features_of(problem), config.task_rows, config.block_k)
 
 
 def legal(problem: AttentionProblem, target: Target, config: Config) -> Verdict:
-    """Does the config fit: whole panels, whole register tiles, scratch?"""
-    tiling = tiling_of(problem, target)
-    scratch = scratch_bytes(problem, target, config)
-    return first_no(
-        (config.task_rows >= 1 and config.task_rows % tiling.panel_rows == 0,
-         f"task_rows {config.task_rows} is not a multiple of a panel's {tiling.panel_rows} rows"),
-        (config.block_k >= 8 and config.block_k % 8 == 0, f"block_k {config.block_k} is not a multiple of 8"),
-        (scratch <= _SCRATCH_LIMIT,
-         f"config {config} needs {scratch} bytes of scratch a thread, at most {_SCRATCH_LIMIT}"),
-    )
+    return fits(features_of(problem), target, config)
 
 
-# Keys of a tile. 64 costs 1 - 3 %, 256 gains nothing and needs twice the scratch (Zen 4, fp32 and bf16, D 128, 512 and
-# 2048 tokens; docs/design/cpu_attention.md).
-_BLOCK_K = 128
-# Panels of a task, best first. More rows share a packed tile: 2 panels cost 4 - 10 % against 8, 16 and 32 gain up to
-# 3 % on long full attention, and need 1 MB of L2 beside the tile.
-_PANELS = (8, 4, 2, 1)
 _TASKS_PER_THREAD = 4  # below that, shorter tasks: an uneven end would cost more than packing twice
 
 
 def candidates(problem: AttentionProblem, target: Target) -> Iterator[Config]:
-    """Legal configs, best guess first. They differ in task_rows alone: same binary, same bits."""
-    panel = tiling_of(problem, target).panel_rows
-    configs = [Config(count * panel, _BLOCK_K) for count in _PANELS]
+    """Legal configs, best guess first. They differ in block_rows alone: same binary, same bits."""
+    panel = Tiling.of(features_of(problem), target).panel_rows
+    configs = [Config(count * panel, BLOCK_K) for count in PANELS]
     enough = [c for c in configs if _num_tasks(problem, c) >= _TASKS_PER_THREAD * target.sm_count]
     first = enough[0] if enough else configs[-1]
     for config in (first, *(c for c in configs if c != first)):
@@ -142,11 +96,11 @@ def _num_tasks(problem: AttentionProblem, config: Config) -> int:
     rows = problem.seq_q * problem.group_size
     if problem.layout == "ragged":
         # Every request may end in a partial block; the kernel finds out which tasks are empty.
-        return (rows // config.task_rows + problem.batch) * problem.num_kv_heads if rows else 0
-    return -(-rows // config.task_rows) * problem.batch * problem.num_kv_heads
+        return (rows // config.block_rows + problem.batch) * problem.num_kv_heads if rows else 0
+    return -(-rows // config.block_rows) * problem.batch * problem.num_kv_heads
 
 
-def _scalars(problem: AttentionProblem, config: Config, t: AttentionTensors) -> dict[str, int | float]:
+def scalars_of(problem: AttentionProblem, config: Config, t: AttentionTensors) -> dict[str, int | float]:
     """Everything of Params that is fixed by shapes, strides and scalars."""
     values = dict(NO_SCALARS)
     for name, tensor in (("q", t.q), ("k", t.k), ("v", t.v), ("out", t.out)):
@@ -159,7 +113,7 @@ def _scalars(problem: AttentionProblem, config: Config, t: AttentionTensors) -> 
         assert t.mask is not None
         values |= {f"mask_{name}": step(t.mask, dim) for dim, name in enumerate(("batch", "head", "row", "key"))}
     for name, given in (("alibi", t.alibi_slopes), ("q_scale", t.q_scale), ("k_scale", t.k_scale), ("v_scale", t.v_scale)):
-        values |= per_head_strides(given, name)  # type: ignore[arg-type]
+        values |= per_head_strides(given, name)
     if t.sinks is not None:
         values["sink_head"] = t.sinks.stride(0)
 
@@ -169,7 +123,7 @@ def _scalars(problem: AttentionProblem, config: Config, t: AttentionTensors) -> 
     values |= {"window_left": left, "window_right": min(right, 0) if problem.causal else right}
     return values | {
         "batch": problem.batch, "seq_q": problem.seq_q, "seq_k": problem.seq_k, "num_kv_heads": problem.num_kv_heads,
-        "group_size": problem.group_size, "task_rows": config.task_rows, "scale": float(t.scale),
+        "group_size": problem.group_size, "task_rows": config.block_rows, "scale": float(t.scale),
         "soft_cap": float(t.soft_cap or 0.0), "v_factor": float(t.v_factor),
     }
 
@@ -183,9 +137,18 @@ def bind(
     (B, Hq, Sq, Sk), a ragged one comes with its ``mask_indptr``.
     """
     launch = kernel.prepare(phases=((0, _num_tasks(problem, config)),),
-                            scratch_bytes=scratch_bytes(problem, kernel.spec.target, config))
-    tail = PARAMS.pack_scalars(_scalars(problem, config, tensors))
-    pack = PARAMS.pointer_packer.pack
+                            scratch_bytes=scratch_bytes(features_of(problem), kernel.spec.target, config))
+    tail = PARAMS.pack_scalars(scalars_of(problem, config, tensors))
+    pack, gather = PARAMS.pointer_packer.pack, gather_addresses(problem)
+
+    def run(t: AttentionTensors) -> None:
+        launch(pack(*gather(t), 0, 0) + tail)
+
+    return run
+
+
+def gather_addresses(problem: AttentionProblem) -> Callable[[AttentionTensors], list[int]]:
+    """What reads the addresses of a call, in the order of Params, without the two of partial results, which come last."""
     ragged, scaled = problem.layout == "ragged", problem.scales is not None
     rest = (
         address(lambda t: t.lse, problem.return_lse), address(lambda t: t.cu_seqlens_q, ragged),
@@ -195,12 +158,12 @@ def bind(
         address(lambda t: t.q_scale, scaled), address(lambda t: t.k_scale, scaled), address(lambda t: t.v_scale, scaled),
         address(lambda t: t.variant_words, problem.variant is not None),
     )
-    plans_only = (0,) * (len(PARAMS.pointers) - 4 - len(rest))
+    plans_only = (0,) * (len(PARAMS.pointers) - 2 - 4 - len(rest))
 
-    def run(t: AttentionTensors) -> None:
-        launch(pack(t.q.data_ptr(), t.k.data_ptr(), t.v.data_ptr(), t.out.data_ptr(), *[of(t) for of in rest], *plans_only) + tail)
+    def gather(t: AttentionTensors) -> list[int]:
+        return [t.q.data_ptr(), t.k.data_ptr(), t.v.data_ptr(), t.out.data_ptr(), *[of(t) for of in rest], *plans_only]
 
-    return run
+    return gather
 
 
 def coverage() -> Iterable[tuple[AttentionProblem, Config | None]]:

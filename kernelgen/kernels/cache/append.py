@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from kernelgen.cache_tensors import AppendTensors
 from kernelgen.dtypes import DTYPES
+from kernelgen.kernels.rope.rope import MAX_ROTARY, rotation_parameters
 from kernelgen.params import ParamStruct
 from kernelgen.problems.cache_ops import AppendProblem, Rotation
 from kernelgen.verdicts import Verdict, first_no
@@ -34,7 +35,6 @@ PARAMS = ParamStruct((
 FP8 = ("e4m3", "e5m2")
 _QUANTISABLE = ("fp32", "bf16", "fp16")
 _WIDE = (("positions", 1), ("requests", 2), ("slot_mapping", 4))  # kWide* of append_params.h
-MAX_ROTARY = 2048  # two floats or doubles of each in a thread's scratch or a block's shared memory
 
 
 def quantises(dtype: str, cache_dtype: str) -> bool:
@@ -124,6 +124,34 @@ def pointer_packing() -> Callable[[AppendTensors], bytes]:
     return addresses
 
 
+class Types(NamedTuple):
+    """How a target spells types: an element's, an fp8 code's, and a word's of so many bytes for a plain copy."""
+
+    element: str  # attribute of DTYPES
+    codes: dict[str, str]
+    words: dict[int, str]
+
+
+CPU_TYPES = Types("cpp", {"e4m3": "kernelgen::Fp8E4M3", "e5m2": "kernelgen::Fp8E5M2"}, {n: f"uint{8 * n}_t" for n in (1, 2, 4, 8)})
+CUDA_TYPES = Types("cuda", {"e4m3": "__nv_fp8_e4m3", "e5m2": "__nv_fp8_e5m2"}, {n: f"kernelgen::uint{8 * n}_t" for n in (1, 2, 4, 8)})
+
+
+def type_parameters(p: AppendProblem, types: Types) -> dict[str, Any]:
+    """What the templates of both targets compile in: types of tokens and caches, the rotation."""
+    turn = p.rotation
+
+    def spelled(dtype: str, cache_dtype: str, typed: bool) -> tuple[str, str]:
+        element: str = getattr(DTYPES[dtype], types.element)
+        if quantises(dtype, cache_dtype):
+            return element, types.codes[cache_dtype]
+        word = element if typed else types.words[DTYPES[dtype].bytes]
+        return word, word
+
+    (k, k_code), (v, v_code) = spelled(p.k_dtype, p.k_cache_dtype, turn is not None), spelled(p.v_dtype, p.v_cache_dtype, False)
+    parameters: dict[str, Any] = dict(k=k, k_code=k_code, v=v, v_code=v_code, rope=turn is not None)
+    return parameters if turn is None else parameters | rotation_parameters(turn, types.element)
+
+
 def words_of(p: AppendProblem) -> list[str]:
     """Name parts of a specialisation; a copy is named by the bytes of an element, whatever they mean."""
     words = []
@@ -138,20 +166,20 @@ def words_of(p: AppendProblem) -> list[str]:
     return words
 
 
-def coverage_problems() -> Iterator[AppendProblem]:
+def coverage() -> Iterator[tuple[AppendProblem, None]]:
     """Problems that together reach every branch of the templates on both targets."""
     base = AppendProblem(64, 8, 128, 128, "bf16", "bf16", "bf16", "bf16", 16)
     turned = replace(base, rotation=Rotation(128), q_heads=32)
-    yield base
-    yield replace(base, k_dtype="fp32", v_dtype="fp32", k_cache_dtype="fp32", v_cache_dtype="fp32", table="slots")
-    yield replace(base, k_cache_dtype="e4m3", v_cache_dtype="e4m3", k_scale="head", v_scale="head", table="blocks")
-    yield replace(base, k_dtype="fp16", v_dtype="fp32", k_cache_dtype="e5m2", v_cache_dtype="e4m3", alignment=4, cache_alignment=1)
-    yield replace(base, heads=1, head_dim=512, head_dim_v=64, k_cache_dtype="e4m3", k_scale="tensor")
-    yield replace(base, head_dim=24, head_dim_v=8, k_dtype="e4m3", v_dtype="e4m3", k_cache_dtype="e4m3", v_cache_dtype="e4m3")
-    yield turned
-    yield replace(turned, k_cache_dtype="e4m3", v_cache_dtype="e4m3", k_scale="page", v_scale="page")
-    yield replace(turned, rotation=Rotation(64, True, "fp32"), k_cache_dtype="e5m2", v_cache_dtype="e5m2")
+    yield base, None
+    yield replace(base, k_dtype="fp32", v_dtype="fp32", k_cache_dtype="fp32", v_cache_dtype="fp32", table="slots"), None
+    yield replace(base, k_cache_dtype="e4m3", v_cache_dtype="e4m3", k_scale="head", v_scale="head", table="blocks"), None
+    yield replace(base, k_dtype="fp16", v_dtype="fp32", k_cache_dtype="e5m2", v_cache_dtype="e4m3", alignment=4, cache_alignment=1), None
+    yield replace(base, heads=1, head_dim=512, head_dim_v=64, k_cache_dtype="e4m3", k_scale="tensor"), None
+    yield replace(base, head_dim=24, head_dim_v=8, k_dtype="e4m3", v_dtype="e4m3", k_cache_dtype="e4m3", v_cache_dtype="e4m3"), None
+    yield turned, None
+    yield replace(turned, k_cache_dtype="e4m3", v_cache_dtype="e4m3", k_scale="page", v_scale="page"), None
+    yield replace(turned, rotation=Rotation(64, True, "fp32"), k_cache_dtype="e5m2", v_cache_dtype="e5m2"), None
     yield replace(turned, k_dtype="fp16", v_dtype="fp16", k_cache_dtype="fp16", v_cache_dtype="fp16", rotation=Rotation(64, True),
-                  alignment=2, cache_alignment=2)
+                  alignment=2, cache_alignment=2), None
     yield replace(turned, k_dtype="fp32", v_dtype="fp32", k_cache_dtype="fp32", v_cache_dtype="fp32",
-                  rotation=Rotation(96, False, "bf16"))
+                  rotation=Rotation(96, False, "bf16")), None

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
+from kernelgen.kernels.rowwise import TaskConfig, legal_tasks
 from kernelgen.params import ParamStruct
 from kernelgen.problems.rows import RmsNormProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
 from kernelgen.tensors import RmsNormTensors
-from kernelgen.verdicts import Verdict, first_no, no, yes
+from kernelgen.verdicts import Verdict, first_no
 
 # struct RmsNormCpuParams of the header.
 PARAMS = ParamStruct((
@@ -24,18 +24,7 @@ PARAMS = ParamStruct((
 ENTRY = "rmsnorm_cpu"
 
 _FLOATS = ("fp32", "bf16", "fp16")
-# Elements of a task: some ten microseconds of work, which hides the cost of handing a task out.
 _TASK_ELEMENTS = 1 << 15
-
-
-@dataclass(frozen=True)
-class Config:
-    """Rows of a task."""
-
-    task_rows: int
-
-    def __str__(self) -> str:
-        return f"{self.task_rows} rows"
 
 
 def supports(problem: RmsNormProblem, target: Target) -> Verdict:
@@ -49,16 +38,11 @@ def supports(problem: RmsNormProblem, target: Target) -> Verdict:
     )
 
 
-def legal(problem: RmsNormProblem, target: Target, config: Config) -> Verdict:
-    return yes() if config.task_rows >= 1 else no(f"config {config} has an empty task")
+def candidates(problem: RmsNormProblem, target: Target) -> Iterator[TaskConfig]:
+    yield TaskConfig.of(problem.width, _TASK_ELEMENTS)
 
 
-def candidates(problem: RmsNormProblem, target: Target) -> Iterator[Config]:
-    """One config: tasks of about _TASK_ELEMENTS, so that every core has several."""
-    yield Config(max(1, _TASK_ELEMENTS // max(problem.width, 1)))
-
-
-def spec(problem: RmsNormProblem, target: Target, config: Config) -> KernelSpec:
+def spec(problem: RmsNormProblem, target: Target, config: TaskConfig) -> KernelSpec:
     """The specialisation: dtypes and residual."""
     p = problem
     words = [p.dtype, *([f"w_{p.weight_dtype}"] if p.weight_dtype != p.dtype else []), *(["residual"] if p.residual else [])]
@@ -69,13 +53,13 @@ def spec(problem: RmsNormProblem, target: Target, config: Config) -> KernelSpec:
         params=PARAMS, params_type="kernelgen::RmsNormCpuParams", entries=(ENTRY,), target=target)
 
 
-def bind(problem: RmsNormProblem, config: Config, kernel: Any, tensors: RmsNormTensors) -> Callable[[RmsNormTensors], None]:
+def bind(problem: RmsNormProblem, config: TaskConfig, kernel: Any, tensors: RmsNormTensors) -> Callable[[RmsNormTensors], None]:
     """The closure of a repeated call: packs addresses, runs the tasks."""
     p, t = problem, tensors
-    launch = kernel.prepare(phases=((0, -(-p.rows // config.task_rows) if p.width else 0),))
+    launch = kernel.prepare(phases=((0, config.tasks(p.rows) if p.width else 0),))
     tail = PARAMS.pack_scalars({
         "rows": p.rows, "width": p.width, "x_stride": t.x.stride(0), "out_stride": t.out.stride(0),
-        "residual_stride": t.residual.stride(0) if t.residual is not None else 0, "task_rows": config.task_rows, "eps": t.eps})
+        "residual_stride": t.residual.stride(0) if t.residual is not None else 0, "task_rows": config.rows, "eps": t.eps})
     pack = PARAMS.pointer_packer.pack
     residual = p.residual
 
@@ -86,7 +70,7 @@ def bind(problem: RmsNormProblem, config: Config, kernel: Any, tensors: RmsNormT
     return run
 
 
-def coverage() -> Iterable[tuple[RmsNormProblem, Config | None]]:
+def coverage() -> Iterable[tuple[RmsNormProblem, TaskConfig | None]]:
     """Problems that together reach every branch of the template."""
     for dtype, weight, residual in (("fp32", "fp32", False), ("bf16", "bf16", True), ("fp16", "fp32", True), ("fp64", "fp64", False)):
         yield RmsNormProblem(64, 1001, dtype, weight, residual), None
@@ -94,5 +78,5 @@ def coverage() -> Iterable[tuple[RmsNormProblem, Config | None]]:
 
 FAMILY = KernelFamily(
     name="norm/rmsnorm_cpu", op="rmsnorm", target_kind="cpu", toolchain="cxx", supports=supports, candidates=candidates,
-    legal=legal, spec=spec, bind=bind, coverage=coverage,
+    legal=legal_tasks, spec=spec, bind=bind, coverage=coverage,
 )

@@ -8,6 +8,7 @@ from typing import Any
 
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
+from kernelgen.kernels.rowwise import MAX_BLOCKS, full_access
 from kernelgen.params import ParamStruct
 from kernelgen.problems.rows import RmsNormProblem
 from kernelgen.specs import KernelSpec
@@ -24,7 +25,6 @@ PARAMS = ParamStruct((
 ENTRY = "rmsnorm_cuda"
 
 _DTYPES = ("fp32", "bf16", "fp16")
-_MAX_BLOCKS = (1 << 31) - 1  # grid x
 _REGISTERS_PER_SM = 65536
 _OTHER_REGISTERS = 32  # besides the kept floats; with it ptxas 13.0 spills in no config of _SHAPES
 
@@ -41,10 +41,9 @@ class Config:
         return f"t{self.threads} l{self.lanes} k{self.kept}"
 
 
-def _vector(problem: RmsNormProblem) -> int:
-    """Elements of one access: 16 bytes of x when every row allows that, else one element."""
-    per_access = 16 // DTYPES[problem.dtype].bytes
-    return per_access if problem.alignment == 16 and problem.width % per_access == 0 else 1
+def _access(problem: RmsNormProblem) -> int:
+    """Elements of one access of x; a vector."""
+    return full_access(problem.dtype, problem.alignment, problem.width)
 
 
 def supports(problem: RmsNormProblem, target: Target) -> Verdict:
@@ -54,15 +53,15 @@ def supports(problem: RmsNormProblem, target: Target) -> Verdict:
         (target.kind == "cuda" and target.capability >= 80, f"rmsnorm_cuda needs sm_80 or later, got {target}"),
         (p.dtype in _DTYPES, f"dtype {p.dtype} is not one of {', '.join(_DTYPES)}"),
         (p.weight_dtype in _DTYPES, f"weight dtype {p.weight_dtype} is not one of {', '.join(_DTYPES)}"),
-        (p.rows <= _MAX_BLOCKS, f"{p.rows} rows exceed the grid's {_MAX_BLOCKS}"),
+        (p.rows <= MAX_BLOCKS, f"{p.rows} rows exceed the grid's {MAX_BLOCKS}"),
     )
 
 
 def legal(problem: RmsNormProblem, target: Target, config: Config) -> Verdict:
     """Does the config fit the problem: a row within the kept registers, lanes a warp or the block?"""
     c = config
-    held = c.lanes * c.kept * _vector(problem)
-    registers = c.kept * _vector(problem) + _OTHER_REGISTERS
+    held = c.lanes * c.kept * _access(problem)
+    registers = c.kept * _access(problem) + _OTHER_REGISTERS
     return first_no(
         (c.threads % 32 == 0 and c.threads <= 1024, f"{c.threads} threads are not 1 to 32 whole warps"),
         (c.lanes in (32, c.threads), f"{c.lanes} lanes are neither a warp nor the block of {c.threads}"),
@@ -82,14 +81,14 @@ def candidates(problem: RmsNormProblem, target: Target) -> Iterator[Config]:
     """Legal configs, best guess first."""
     for shape in _SHAPES:
         config = Config(*shape)
-        if (config.kept == 0 or _vector(problem) > 1) and legal(problem, target, config):
+        if (config.kept == 0 or _access(problem) > 1) and legal(problem, target, config):
             yield config
 
 
 def spec(problem: RmsNormProblem, target: Target, config: Config) -> KernelSpec:
     """The specialisation: dtypes, residual, access width and config; not the width."""
     p, c = problem, config
-    vector = _vector(p)
+    vector = _access(p)
     words = [p.dtype, *([f"w_{p.weight_dtype}"] if p.weight_dtype != p.dtype else []), *(["residual"] if p.residual else []),
              f"v{vector}", *str(c).split()]
     parameters: dict[str, Any] = dict(

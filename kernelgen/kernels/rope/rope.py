@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from kernelgen.cache_tensors import RopeTensors
+from kernelgen.dtypes import DTYPES
 from kernelgen.params import ParamStruct
 from kernelgen.problems.cache_ops import RopeProblem, Rotation
 from kernelgen.verdicts import Verdict, first_no
@@ -60,14 +62,20 @@ def words_of(p: RopeProblem) -> list[str]:
     return [p.dtype, *(["interleaved"] if turn.interleaved else []), *([f"cos_{turn.cache_dtype}"] if turn.cache_dtype else [])]
 
 
-def coverage_problems() -> Iterator[RopeProblem]:
+def rotation_parameters(turn: Rotation, element: str) -> dict[str, Any]:
+    """What templates compile in of a rotation; ``element``: the attribute of DTYPES that spells the target's types."""
+    return dict(table=getattr(DTYPES[turn.cache_dtype or "fp64"], element), cached=turn.cache_dtype is not None,
+                interleaved=turn.interleaved)
+
+
+def coverage() -> Iterator[tuple[RopeProblem, None]]:
     """Problems that together reach every branch of the templates on both targets."""
     base = RopeProblem(64, 32, 8, 128, "bf16", Rotation(128))
-    yield base
-    yield replace(base, rotation=Rotation(128, True))
-    yield replace(base, dtype="fp16", rotation=Rotation(64, False, "fp32"), in_place=True)
-    yield replace(base, dtype="fp16", rotation=Rotation(20, True, "fp16"), alignment=2)
-    yield replace(base, dtype="fp32", rotation=Rotation(96, False, "bf16"))
-    yield replace(base, dtype="fp32", rotation=Rotation(30, True), alignment=4)
-    yield replace(base, dtype="fp64", rotation=Rotation(128))
-    yield replace(base, dtype="fp64", rotation=Rotation(64, True, "fp64"))
+    yield base, None
+    yield replace(base, rotation=Rotation(128, True)), None
+    yield replace(base, dtype="fp16", rotation=Rotation(64, False, "fp32"), in_place=True), None
+    yield replace(base, dtype="fp16", rotation=Rotation(20, True, "fp16"), alignment=2), None
+    yield replace(base, dtype="fp32", rotation=Rotation(96, False, "bf16")), None
+    yield replace(base, dtype="fp32", rotation=Rotation(30, True), alignment=4), None
+    yield replace(base, dtype="fp64", rotation=Rotation(128)), None
+    yield replace(base, dtype="fp64", rotation=Rotation(64, True, "fp64")), None

@@ -381,7 +381,7 @@ def test_bits_depend_on_nothing_but_the_request(dtype: str) -> None:
     problem = AttentionProblem("dense", 3, 150, 333, 6, 2, 64, 64, dtype, dtype, dtype, causal=True, return_lse=True)
     target = Target.parse("cpu")
     configs = list(prefill_cpu.FAMILY.candidates(problem, target))
-    assert len({config.task_rows for config in configs}) >= 3 and len({config.block_k for config in configs}) == 1
+    assert len({config.block_rows for config in configs}) >= 3 and len({config.block_k for config in configs}) == 1
     for config in configs:
         out, lse = torch.empty_like(whole), torch.empty(3, 6, 150)
         tensors = AttentionTensors(q, k, v, out, lse, 64**-0.5)
@@ -419,9 +419,9 @@ class VariantText:
 
 VARIANT = VariantText("""
 struct VariantFunctions {
+  static constexpr bool kSoftmax = true;
   static KERNELGEN_DEVICE float score(float score, const VariantContext& c, const int64_t* args) {
-    double weight;
-    std::memcpy(&weight, args, 8);
+    double weight; std::memcpy(&weight, args, 8);
     return score * float(weight) - 0.125f * float(c.q_pos - c.k_pos);
   }
   static KERNELGEN_DEVICE bool visible(const VariantContext& c, const int64_t*) {

@@ -11,6 +11,7 @@ from kernelgen.kernels.attention import merge_states_cuda
 from kernelgen.kernels.cache import append_cpu, append_cuda
 from kernelgen.kernels.rope import rope_cpu, rope_cuda
 from kernelgen.kernels.rope.access import copy_access, rotation_access, units_of_head
+from kernelgen.kernels.rowwise import TokenConfig
 from kernelgen.problems.cache_ops import AppendProblem, MergeProblem, RopeProblem, Rotation
 from kernelgen.targets import Target
 from kernelgen.testing.resources import ARCHS, compiled, covered
@@ -39,7 +40,7 @@ def test_one_spec_for_everything_that_varies_from_call_to_call() -> None:
     quantised = replace(APPEND, k_cache_dtype="e4m3", v_cache_dtype="e4m3")
     for kind in ("number", "head", "page"):
         assert append_cuda.spec(replace(quantised, k_scale=kind), target, config) == append_cuda.spec(quantised, target, config)
-    rope_config = rope_cuda.Config(256)
+    rope_config = TokenConfig(256)
     for change in ({"tokens": 3}, {"q_heads": 5}, {"head_dim": 256}, {"rotation": Rotation(64)}, {"in_place": True}):
         assert rope_cuda.spec(replace(ROPE, **change), target, rope_config) == rope_cuda.spec(ROPE, target, rope_config)  # type: ignore[arg-type]
 

@@ -1,12 +1,11 @@
 // The argument of the planned kernels, and what the plan's arrays hold (docs/design/attention_inference.md).
 #pragma once
 
-#include <kernelgen/cuda/types.cuh>
+#include <kernelgen/attention/chunk.cuh>
 
 namespace kernelgen {
 
 enum class PageKind { contiguous, pow2, any };
-constexpr int kChunkUnit = 64;  // a chunk is a multiple of this many keys
 
 // Strides are in elements. Pointers of features that are off are null.
 struct PagedMmaParams {
@@ -47,6 +46,7 @@ struct PagedMmaParams {
   int32_t window_left, window_right;
   uint32_t q_keep, q_flip;
   float logit_scale, cap_scale, v_factor;
+  float k_factor;  // of latent keys beside a plain rope part
 };
 
 }  // namespace kernelgen

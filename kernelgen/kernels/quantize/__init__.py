@@ -1,0 +1,1 @@
+"""Host sides of the quantising kernels."""

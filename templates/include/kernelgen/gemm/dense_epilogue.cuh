@@ -1,0 +1,236 @@
+// From the sums of a warpgroup, 64 rows at a time, to the output of gemm/dense_sm90: scales, bias, activation, gate, c.
+//
+// Everything happens in the registers that hold the sums: a thread has two rows and, of every eight columns, two neighbours. The
+// result goes through shared memory, 128 bytes of a row at a time (a slab of 64 rows, swizzled like the operands), so that the copy
+// engine writes whole lines and clips what lies past the end; kSlabs slabs take turns. Where out's rows are not aligned to 16 bytes
+// each thread stores its own values.
+//
+// A gated activation makes two columns of the product one output. Where gate and up are halves of b, the tile holds kOutputs columns
+// of one half and then the same of the other, which one thread holds at the same place; where they alternate they are neighbours in
+// one thread, and results change lanes to lie in pairs.
+#pragma once
+
+#include <kernelgen/activation/activations.cuh>
+#include <kernelgen/cuda/conversions.cuh>
+#include <kernelgen/cuda/ldmatrix.cuh>
+#include <kernelgen/cuda/warp.cuh>
+#include <kernelgen/gemm/dense_params.cuh>
+#include <kernelgen/gemm/gate.cuh>
+#include <kernelgen/sm90/barrier.cuh>
+#include <kernelgen/sm90/smem_tile.cuh>
+#include <kernelgen/sm90/stmatrix.cuh>
+#include <kernelgen/sm90/wgmma.cuh>
+
+namespace kernelgen {
+
+template <class Options>
+struct DenseEpilogue {
+  using Out = typename Options::Out;
+  static constexpr Gate kGate = Options::kGate;
+  static constexpr bool kGated = kGate != Gate::kNone;
+  static constexpr bool kSplit = kGate == Gate::kGateFirst || kGate == Gate::kUpFirst;
+  static constexpr int kOutputs = kGated ? Options::kBlockN / 2 : Options::kBlockN;
+  static constexpr int kSums = Options::kBlockN / 2;  // of a thread, for 64 rows
+  static constexpr int kSlabColumns = kSwizzleRowBytes / static_cast<int>(sizeof(Out));
+  static constexpr int kSlabBytes = kMmaRows * kSwizzleRowBytes;
+  static constexpr int kStoreBytes = Options::kTmaOut ? Options::kSlabs * kSlabBytes : 0;
+  static_assert(kOutputs % 8 == 0, "eight outputs of a row belong to one instruction");
+
+  uint32_t slabs;  // shared address of this warpgroup's kSlabs
+  int group;       // of the block's consumers
+  int slab = 0;
+
+  // First row of the tile of b from `row` on, as a column of b.
+  __device__ static int column_of_b(const DenseSm90Params& p, int output, int row) {
+    if constexpr (kSplit) {
+      const int half = row / kOutputs;  // 0: gate
+      return output + row % kOutputs + (half == (kGate == Gate::kUpFirst ? 0 : 1) ? p.n / 2 : 0);
+    } else {
+      return output * (kGated ? 2 : 1) + row;
+    }
+  }
+
+  // What the two rows and the columns of a thread are multiplied by.
+  struct RowScales {
+    float top, bottom;
+    const float* columns;
+  };
+
+  __device__ static RowScales row_scales(const DenseSm90Params& p, int row, int batch) {
+    if constexpr (Options::kScales) {
+      const float* scales = p.scale_a + batch * p.scale_a_batch;
+      const auto at = [&](int r) { return scales[static_cast<int64_t>(min(r, p.m - 1)) * p.scale_a_row]; };
+      return {at(row), at(row + 8), p.scale_b + batch * p.scale_b_batch};
+    } else {
+      return {1.0f, 1.0f, nullptr};
+    }
+  }
+
+  // Scaled sums with bias of product columns `column`, + 1 and two rows, from d[0 .. 3].
+  __device__ static void product(float (&x)[4], const float* d, const DenseSm90Params& p, const RowScales& rows, int column) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = d[i];
+    if constexpr (Options::kScales || Options::kBias) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int j = min(column + i, p.n - 1);
+        if constexpr (Options::kScales) {
+          const float scale = rows.columns[static_cast<int64_t>(j) * p.scale_b_column];
+          x[i] *= rows.top * scale;
+          x[i + 2] *= rows.bottom * scale;
+        }
+        if constexpr (Options::kBias) {
+          const float bias = to_float(static_cast<const typename Options::Bias*>(p.bias)[j]);
+          x[i] += bias;
+          x[i + 2] += bias;
+        }
+      }
+    }
+  }
+
+  // Of the eight outputs from `column` on, those of this thread: y[0], y[1] of its upper row, y[2], y[3] of the lower one.
+  __device__ static void outputs(float (&y)[4], const float (&sums)[kSums], const DenseSm90Params& p, const RowScales& rows, int tile,
+                                 int first_output) {
+    const int pair = lane_id() % 4, column = first_output + 8 * tile + 2 * pair;
+    if constexpr (kSplit) {
+      const int up_first = kGate == Gate::kUpFirst, half = p.n / 2;
+      float gate[4], up[4];
+      product(gate, sums + 4 * tile, p, rows, column + (up_first ? half : 0));
+      product(up, sums + 4 * tile + kSums / 2, p, rows, column + (up_first ? 0 : half));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) y[i] = activate<Options::kActivation>(gate[i]) * up[i];
+    } else if constexpr (kGated) {
+      // Product tiles 2 tile and 2 tile + 1 give this lane outputs `pair` and 4 + `pair` of the eight.
+      float low[4], high[4], z[2][2];
+      product(low, sums + 8 * tile, p, rows, 2 * (first_output + 8 * tile) + 2 * pair);
+      product(high, sums + 8 * tile + 4, p, rows, 2 * (first_output + 8 * tile) + 8 + 2 * pair);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        z[0][r] = activate<Options::kActivation>(low[2 * r]) * low[2 * r + 1];
+        z[1][r] = activate<Options::kActivation>(high[2 * r]) * high[2 * r + 1];
+      }
+      const int source = lane_id() / 4 * 4 + 2 * pair % 4;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float from_low = __shfl_sync(kFullWarp, z[0][i / 2], source + i % 2);
+        const float from_high = __shfl_sync(kFullWarp, z[1][i / 2], source + i % 2);
+        y[i] = pair < 2 ? from_low : from_high;
+      }
+    } else {
+      product(y, sums + 4 * tile, p, rows, column);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) y[i] = activate<Options::kActivation>(y[i]);
+    }
+  }
+
+  // y += beta * c. A zero beta means that c is not read, as in BLAS: 0 * NaN would be NaN.
+  __device__ static void add_c(float (&y)[4], const DenseSm90Params& p, int row, int column, int batch) {
+    if (p.beta == 0.0f) return;
+    const int outputs = kGated ? p.n / 2 : p.n;
+    const auto* c = static_cast<const typename Options::C*>(p.c) + batch * p.c_batch;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int r = row + i / 2 * 8, j = column + i % 2;
+      if (r < p.m && j < outputs) y[i] = fmaf(p.beta, to_float(c[r * p.c_row + j]), y[i]);
+    }
+  }
+
+  __device__ static void store_directly(const float (&y)[4], const DenseSm90Params& p, int row, int column, int batch) {
+    const int outputs = kGated ? p.n / 2 : p.n;
+    Out* out = static_cast<Out*>(const_cast<void*>(p.out)) + batch * p.out_batch;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int r = row + i / 2 * 8, j = column + i % 2;
+      if (r < p.m && j < outputs) out[r * p.out_row + j] = from_float<Out>(y[i]);
+    }
+  }
+
+  // A box of fewer than 128 bytes a row lies row after row without a swizzle.
+  template <bool kRest>
+  __device__ static uint32_t slab_chunk(int row, int chunk) {
+    constexpr int kRestBytes = kOutputs % kSlabColumns * static_cast<int>(sizeof(Out));
+    return kRest ? row * kRestBytes + chunk * 16 : swizzled_chunk(row, chunk);
+  }
+
+  // Sixteen columns of the warp's 16 rows into the slab.
+  template <bool kRest>
+  __device__ static void to_slab(uint32_t address, int in_slab, const float (&y)[2][4]) {
+    const int lane = lane_id(), warp_row = threadIdx.x / 32 % 4 * 16;
+    if constexpr (sizeof(Out) == 2) {
+      const int row = warp_row + lane % 16, chunk = in_slab / 8 + lane / 16;
+      stmatrix_x4(address + slab_chunk<kRest>(row, chunk), pack_pair<Out>(y[0][0], y[0][1]), pack_pair<Out>(y[0][2], y[0][3]),
+                  pack_pair<Out>(y[1][0], y[1][1]), pack_pair<Out>(y[1][2], y[1][3]));
+    } else {
+      static_assert(sizeof(Out) == 4, "out is 16 or 32 bits wide");
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+        const int column = in_slab + 8 * t + lane % 4 * 2;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const uint32_t target = address + slab_chunk<kRest>(warp_row + lane / 4 + 8 * r, column / 4) + column % 4 * 4;
+          asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(target), "f"(y[t][2 * r]), "f"(y[t][2 * r + 1]) : "memory");
+        }
+      }
+    }
+  }
+
+  // 64 rows from `first_row` on, all outputs of the tile. By all threads of the warpgroup.
+  __device__ void run_rows(const DenseSm90Params& p, const float (&sums)[kSums], int first_row, int first_output, int batch) {
+    const bool leader = threadIdx.x % kWarpgroupThreads == 0;
+    const int row = first_row + threadIdx.x / 32 % 4 * 16 + lane_id() / 4;
+    const RowScales rows = row_scales(p, row, batch);
+#pragma unroll
+    for (int column = 0; column < kOutputs; column += kSlabColumns) {
+      const uint32_t address = slabs + slab * kSlabBytes;
+      if constexpr (Options::kTmaOut) {
+        if (leader) tma_store_wait_read<Options::kSlabs - 1>();  // the store that last read this slab has done so
+        named_barrier_sync(1 + group, kWarpgroupThreads);
+      }
+#pragma unroll
+      for (int in_slab = 0; in_slab < kSlabColumns && column + in_slab < kOutputs; in_slab += 16) {
+        float y[2][4];
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+          if (column + in_slab + 8 * t >= kOutputs) continue;
+          const int tile = (column + in_slab) / 8 + t;
+          outputs(y[t], sums, p, rows, tile, first_output);
+          const int at = first_output + 8 * tile + lane_id() % 4 * 2;
+          if constexpr (Options::kAccumulate) add_c(y[t], p, row, at, batch);
+          if constexpr (!Options::kTmaOut) store_directly(y[t], p, row, at, batch);
+        }
+        if constexpr (Options::kTmaOut) {
+          if (column + kSlabColumns <= kOutputs) {
+            to_slab<false>(address, in_slab, y);
+          } else {
+            to_slab<true>(address, in_slab, y);
+          }
+        }
+      }
+      if constexpr (Options::kTmaOut) {
+        tma_store_fence();
+        named_barrier_sync(1 + group, kWarpgroupThreads);
+        if (leader) {
+          const TensorMap& map = column + kSlabColumns <= kOutputs ? p.map_out : p.map_rest;
+          tma_store(map, address, first_output + column, first_row, batch);
+          tma_store_commit();
+        }
+        slab = slab + 1 == Options::kSlabs ? 0 : slab + 1;
+      }
+    }
+  }
+
+  // Before the block ends: its stores have read shared memory.
+  __device__ void finish() const {
+    if (Options::kTmaOut && threadIdx.x % kWarpgroupThreads == 0) tma_store_wait_read<0>();
+  }
+
+  template <int MmaM>
+  __device__ void run(const DenseSm90Params& p, const float (&sums)[MmaM][kSums], int first_row, int first_output, int batch) {
+#pragma unroll
+    for (int m = 0; m < MmaM; ++m) {
+      if (first_row + m * kMmaRows < p.m) run_rows(p, sums[m], first_row + m * kMmaRows, first_output, batch);
+    }
+  }
+};
+
+}  // namespace kernelgen
