@@ -24,12 +24,13 @@ class Rule:
     capability: tuple[int, ...] = ()
     when: Callable[[Any], bool] = lambda problem: True
     kernel: str = ""
+    fits: Callable[[Any, Target], bool] = lambda problem, target: True
 
     def matches(self, backend: str, kernel: str, problem: Any, target: Target) -> bool:
         return (
             self.op in ("", problem.op) and self.backend == backend and self.kernel in ("", kernel)
             and self.target_kind in ("", target.kind) and (not self.capability or target.capability in self.capability)
-            and self.when(problem)
+            and self.when(problem) and self.fits(problem, target)
         )
 
 
@@ -43,17 +44,73 @@ def _cudnn_attention(p: Any) -> bool:
     return _nothing_masked(p) and p.q_dtype == p.kv_dtype in ("bf16", "fp16") and p.head_dim == p.head_dim_v in (64, 128, 256)
 
 
+# When dense and ragged attention splits its keys over SMs or threads. Reasoned from the measured kernels (docs/design/
+# attention_inference.md), not measured as thresholds.
+#
+# DECODE_QUERIES  of a request: a quarter of prefill_mma's smallest tile, which is mostly empty then
+# PACKED_ROWS     queries x heads of a group that one tile of split_mma holds: keys are read once for all of them, where prefill_mma
+#                 reads them for each query head
+# LONG_KEYS       keys from which there is something to split: two of the shortest chunks
+# KEYS_PER_QUERY  for more rows: below it the partial results cost as much as the keys
+# TILE_ROWS       queries of prefill_mma's tile where there are few
+# PANEL_ROWS      packed rows of prefill_cpu's shortest task
+DECODE_QUERIES, PACKED_ROWS, LONG_KEYS, KEYS_PER_QUERY, TILE_ROWS, PANEL_ROWS = 16, 64, 512, 4, 64, 32
+
+
+def _lengths(p: Any) -> tuple[int, int]:
+    """Queries and keys in sight of a request; of ragged ones the mean, which is all that is known."""
+    requests = max(p.batch, 1) if p.layout == "ragged" else 1
+    queries, keys = -(-p.seq_q // requests), p.seq_k // requests
+    return queries, keys if p.window[0] is None else min(keys, queries + p.window[0])
+
+
+def _decode(p: Any) -> bool:
+    """Few rows over long keys. A batch-invariant call may not look at what the batch decides: means, and how long the cache is."""
+    queries, keys = _lengths(p)
+    few = queries <= DECODE_QUERIES and queries * p.group_size <= PACKED_ROWS
+    return few and (p.layout == "dense" if p.batch_invariant else keys >= LONG_KEYS)
+
+
+def _few_tiles(p: Any, target: Target) -> bool:
+    """Long keys, and less than a tile of prefill_mma for every SM."""
+    queries, keys = _lengths(p)
+    tiles = -(-queries // TILE_ROWS) * p.num_q_heads * p.batch
+    return not p.batch_invariant and keys >= max(LONG_KEYS, KEYS_PER_QUERY * queries) and tiles < target.sm_count
+
+
+def _few_tasks(p: Any, target: Target) -> bool:
+    """Long keys, and less than a task of prefill_cpu for every thread."""
+    queries, keys = _lengths(p)
+    tasks = -(-queries * p.group_size // PANEL_ROWS) * p.num_kv_heads * p.batch
+    return not p.batch_invariant and keys >= max(LONG_KEYS, KEYS_PER_QUERY * queries) and tasks < target.sm_count
+
+
 def _plain_gemm(p: Any) -> bool:
     return not (p.bias or p.activation or p.accumulate_c) and p.a_dtype == p.b_dtype == p.out_dtype and p.a_dtype in ("bf16", "fp16")
 
 
 RULES: tuple[Rule, ...] = (
+    Rule("attention", "generated", 69, "a decode: split_mma reads the keys once for the heads that share them, on all SMs: 0.97 - 1.7 x "
+         "as fast as FlashAttention-2; cuDNN, where it may be taken, takes 0.70 - 1.0 x its time (H200, 2026-11-30, "
+         "tools/bench/results/h200_decode_dense.json)", target_kind="cuda", kernel="attention/split_mma", when=_decode),
+    Rule("attention", "generated", 65, "long keys and fewer tiles of prefill_mma than SMs: split_mma gives the others a part of the keys "
+         "(reasoned, unmeasured)", target_kind="cuda", kernel="attention/split_mma", fits=_few_tiles),
+    Rule("attention", "generated", 55, "for calls whose tiles leave SMs idle, or that are a decode: this one is neither",
+         target_kind="cuda", kernel="attention/split_mma"),
+    Rule("attention", "generated", 65, "long keys and fewer tasks of prefill_cpu than threads: split_cpu gives those keys, too",
+         target_kind="cpu", kernel="attention/split_cpu", fits=_few_tasks),
+    Rule("attention", "generated", 55, "for calls whose tasks leave threads idle: this one has enough", target_kind="cpu",
+         kernel="attention/split_cpu"),
     Rule("attention", "torch", 70, "cuDNN in torch 2.11 takes 0.39 - 0.74 x the time of prefill_mma, measured in bf16, D 64, 128, 256, "
          "1k - 16k, and so expected in fp16 (H200, 2026-11-29, `kernelgen bench attention`); with a mask it lets a NaN of a "
          "masked key through", target_kind="cuda", capability=(90,), when=_cudnn_attention),
-    Rule("gemm", "torch", 70, "cuBLAS takes 0.94 x the time of gemm_mma at M = 64 and 0.58 - 0.75 x from 128 up; gemm_mma is 1.1 - 1.2 x "
-         "faster up to 24 (H200, 2026-11-29, tools/bench/results/h200_gemm_mma.json)", target_kind="cuda", capability=(90,),
-         when=lambda p: _plain_gemm(p) and p.m > 32),
+    Rule("gemm", "torch", 70, "cuBLAS takes 0.63 - 1.06 x the time of our products at M = 64 and 128, 0.86 x of narrow ones; they are even "
+         "or faster above and up to 32 rows (H200, 2026-11-30, tools/bench/results/tried/h200_gemm_sm90.json)", target_kind="cuda",
+         capability=(90,), when=lambda p: _plain_gemm(p) and p.m > 32 and (p.m < 384 or p.n < 1024)),
+    Rule("gemm", "generated", 64, "TMA and WGMMA, b read at memory speed (H200, 2026-11-30, tools/bench/results/tried/h200_gemm_sm90.json)",
+         target_kind="cuda", capability=(90,), kernel="gemm/skinny_sm90", when=lambda p: p.m <= 64 or p.n <= 3072),
+    Rule("gemm", "generated", 62, "TMA and WGMMA (H200, 2026-11-30, tools/bench/results/tried/h200_gemm_sm90.json)",
+         target_kind="cuda", capability=(90,), kernel="gemm/dense_sm90"),
     Rule("", "generated", 60, "specialised for this problem"),
     Rule("", "torch", 40, "works everywhere torch does"),
     Rule("", "reference", 1, "slow eager float64 version"),

@@ -1,7 +1,7 @@
 """The calls of the demo: parts of a Llama-style layer on random input, each with an independent check.
 
 A check holds a result against float64 and a plain PyTorch evaluation with the roundings of a kernel (see
-:mod:`kernelgen.testing.tolerance`). Rows that the oracle itself runs (decode, route, moe) are checked against a
+:mod:`kernelgen.testing.tolerance`). Rows that the oracle itself runs (route, moe), and decode, are checked against a
 different evaluation: torch's own operators over the keys before they were paged, and loops over experts.
 """
 

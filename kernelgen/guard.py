@@ -63,6 +63,19 @@ def check_memory(name: str, t: torch.Tensor) -> None:
                           "storage was freed or never made")
 
 
+def check_plain(call: str, **tensors: Any) -> None:
+    """Tensors of a call that no operator of torch stands in for: kernels read their memory, past everything that watches.
+
+    Raises NoBackendError.
+    """
+    given = [t for value in tensors.values() for t in (value if isinstance(value, (tuple, list)) else (value,))]
+    strange = next((type(t).__name__ for t in given if isinstance(t, torch.Tensor) and _dispatches(t)), None)
+    if strange or watched():
+        where = f"a {strange}" if strange else "a call inside a dispatch mode, a function transform or a trace"
+        raise NoBackendError(f"{call}: got {where}, expected plain tensors outside of these: in this release the call has no operator "
+                             "that torch could record; call it eagerly, under torch.compile behind torch.compiler.disable")
+
+
 def check_flags(**flags: Any) -> None:
     """True or False: a tensor here would be read once and remembered."""
     for name, value in flags.items():

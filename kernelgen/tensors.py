@@ -109,7 +109,8 @@ class PagedTensors(NamedTuple):
     MLA: q is q_nope, q_rope (Tq, Hq, P), both caches are the latent one (pages, page_size, 1, R) and k_rope_cache is
     (pages, page_size, 1, P). Scales are float32 tensors seen as 2-D: q_scale (B or 1, Hq or 1), k_scale and v_scale
     (B or 1, Hkv or 1), or (pages, Hkv) where the problem says "page"; dimensions of 1 have stride 0. Plain numbers
-    among the scales are in ``scale`` and ``v_factor`` already.
+    among the scales are in ``scale`` and ``v_factor`` already, or in ``k_factor`` beside a rope part that has no scale:
+    scale * (k_factor * k_scale * q . latent + q_rope . k_rope).
     """
 
     q: torch.Tensor
@@ -130,6 +131,7 @@ class PagedTensors(NamedTuple):
     variant_words: torch.Tensor | None = None
     q_rope: torch.Tensor | None = None
     k_rope_cache: torch.Tensor | None = None
+    k_factor: float = 1.0
     variant: Any = None  # for the reference backend, as is rotation
     rotation: int | None = None
 

@@ -71,7 +71,25 @@ class DecodeCase:
                 f"{self.dtype}{kv}]")
 
 
-Case = Union[AttentionCase, DecodeCase, GemmCase, RowsCase]
+@dataclass(frozen=True)
+class DenseDecodeCase:
+    """One query per request over dense keys; with ``capacity`` the keys in use are the first of so many, by kv_lens."""
+
+    batch: int
+    keys: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    capacity: int = 0
+    dtype: str = "bf16"
+
+    def __str__(self) -> str:
+        lens = f" kv_lens of {self.capacity}" if self.capacity else ""
+        return (f"decode-dense[b={self.batch} keys={self.keys} hq={self.heads} hkv={self.kv_heads} d={self.head_dim} "
+                f"{self.dtype}{lens}]")
+
+
+Case = Union[AttentionCase, DecodeCase, DenseDecodeCase, GemmCase, RowsCase]
 
 
 @dataclass(frozen=True)
@@ -135,6 +153,15 @@ SUITES: dict[str, Suite] = {
             cpu=tuple(DecodeCase(b, keys, 32, 8, 128, dtype=dtype) for dtype in ("fp32", "bf16")
                       for b, keys in ((4, 1024), (4, 4096), (16, 1024))),
             quick_cuda=(DecodeCase(64, 2048, 32, 8, 128),), quick_cpu=(DecodeCase(2, 128, 8, 2, 64),),
+        ),
+        Suite(
+            "decode-dense", "decode over dense keys",
+            cuda=tuple(DenseDecodeCase(b, keys, 32, 8, 128, capacity) for b in (1, 4, 32) for keys in (8192, 32768, 131072)
+                       for capacity in (0, min(2 * keys, 131072)))
+            + (DenseDecodeCase(1, 32768, 32, 32, 128), DenseDecodeCase(4, 32768, 16, 2, 64), DenseDecodeCase(1, 2048, 32, 8, 128)),
+            cpu=tuple(DenseDecodeCase(1, 32768, 8, 1, 128, capacity, dtype) for dtype in ("fp32", "bf16") for capacity in (0, 65536)),
+            quick_cuda=(DenseDecodeCase(1, 32768, 32, 8, 128), DenseDecodeCase(4, 8192, 32, 8, 128, 16384)),
+            quick_cpu=(DenseDecodeCase(1, 1024, 4, 1, 64, 2048),),
         ),
         Suite(
             "gemm", "matrix product",

@@ -57,7 +57,7 @@ def attention_forward(
         query = query.expand(key.shape[0], -1, -1, -1)
     features: dict[str, Any] = {"scale": scaling, "soft_cap": softcap}
     if s_aux is not None:
-        features["sinks"] = s_aux.to(torch.promote_types(s_aux.dtype, torch.float32))
+        features["sinks"] = s_aux.float()
     terms = _terms_of(module, attention_mask, query, key, is_causal, sliding_window)
     if position_bias is not None or terms is None:
         return _with_given_mask(query, key, value, attention_mask, terms, position_bias, features), None
@@ -227,7 +227,8 @@ def _make_terms(
         # Keys past the end are out of a causal call's sight; a window to the right would reach them.
         if not causal or not (isinstance(end, torch.Tensor) or 0 <= end <= keys):
             return None
-        kv_lens = (end.to(torch.int32).reshape(1).expand(batch) if isinstance(end, torch.Tensor)
+        # In memory once per forward: a stride of 0 would be copied again in every layer.
+        kv_lens = (end.to(torch.int32).reshape(1).expand(batch).contiguous() if isinstance(end, torch.Tensor)
                    else torch.full((batch,), end, dtype=torch.int32, device=device))
     seen = None
     if padding is not None:
@@ -239,7 +240,7 @@ def _make_terms(
         elif readable_now and not positioned:
             lengths = seen.sum(1, dtype=torch.int32)
             if torch.equal(seen, torch.arange(keys, device=seen.device) < lengths[:, None]):
-                kv_lens, seen = lengths.expand(batch), None
+                kv_lens, seen = lengths.expand(batch).contiguous(), None
     cu_seqlens = None
     if pattern.documents is not None:
         if not (end == keys == rows) or seen is not None:

@@ -44,6 +44,7 @@ class KernelFamily:
                 and returns the closure that a repeated call uses; it may only re-read addresses
     coverage    () -> (problem, config or None) pairs that together reach every branch of the template; tests and
                 the compile-everything check walk it
+    capabilities  of the GPUs that it is written for; empty: any that ``supports`` takes
     division    planned attention: (problem, target, config) -> Division, how a batch is cut into items
     """
 
@@ -58,19 +59,20 @@ class KernelFamily:
     bind: Callable[[Any, Any, Any, Any], Callable[[Any], None]]
     coverage: Callable[[], Iterable[tuple[Any, Any]]]
     division: Callable[[Any, Target, Any], Division] | None = None
+    capabilities: tuple[int, ...] = ()
 
 
 # op -> modules whose FAMILY runs it, imported when the op is first used. Those of CPU kernels end in _cpu.
 _MODULES: dict[str, tuple[str, ...]] = {
-    "attention": ("attention.prefill_cpu", "attention.prefill_mma"),
+    "attention": ("attention.prefill_cpu", "attention.split_cpu", "attention.prefill_mma", "attention.split_mma"),
     "append": ("cache.append_cpu", "cache.append_cuda"),
-    "gemm": ("gemm.gemm_cpu", "gemm.gemm_mma"),
+    "gemm": ("gemm.gemm_cpu", "gemm.skinny_sm90", "gemm.dense_sm90", "gemm.gemm_mma"),
     "grouped_gemm": ("gemm.grouped_gemm_cpu",),
     "paged_attention": ("attention.paged_cpu", "attention.paged_mma"),
     "merge_states": ("attention.merge_states_cpu", "attention.merge_states_cuda"),
     "rmsnorm": ("norm.rmsnorm_cpu", "norm.rmsnorm_cuda"),
     "rope": ("rope.rope_cpu", "rope.rope_cuda"),
-    "quantize_fp8": ("quantize.quantize_fp8_cpu",),
+    "quantize_fp8": ("quantize.quantize_fp8_cpu", "quantize.quantize_fp8_cuda"),
     "silu_and_mul": ("activation.silu_and_mul_cpu", "activation.silu_and_mul_cuda"),
 }
 

@@ -13,6 +13,7 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DeviceError, DtypeError, LayoutError, SettingsError, ShapeError
+from kernelgen.guard import check_plain, check_required, watched
 from kernelgen.ops.checks import (
     check_last_contiguous,
     check_no_output_with_grad,
@@ -75,6 +76,8 @@ def append_mla(
     k_rope_cache=None. ``k_scale``: one number, or float32 tensor (), for the fp8 parts of the cache. Places, skipped
     tokens and errors as in :func:`append_kv`.
     """
+    if watched():
+        check_plain("append_mla")
     grad = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in (ckv, k_rope))
     key = (
         "mla", layout_of(ckv_cache), optional_layout(k_rope_cache), layout_of(ckv), layout_of(k_rope), _table_key(page_table),
@@ -102,9 +105,12 @@ def _split_mla(
     ckv_cache: torch.Tensor, k_rope_cache: torch.Tensor | None, ckv: torch.Tensor, k_rope: torch.Tensor, scale: Scale | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The two parts of an MLA cache as views (pages, page_size, 1, R or P)."""
+    check_required(ckv_cache=ckv_cache, ckv=ckv, k_rope=k_rope)
     check_tensors(ckv_cache=ckv_cache, k_rope_cache=k_rope_cache, ckv=ckv, k_rope=k_rope)
     if isinstance(scale, torch.Tensor) and scale.numel() != 1:
         raise ShapeError(f"k_scale: got shape {shape_text(scale)}, expected one number")
+    if scale is not None and ckv_cache.dtype not in _FP8 and (k_rope_cache is None or k_rope_cache.dtype not in _FP8):
+        raise DtypeError(f"k_scale: got one for a cache of {ckv_cache.dtype}, expected an fp8 cache; leave k_scale out")
     for name, t in (("ckv", ckv), ("k_rope", k_rope)):
         check_rank(name, t, 2, "(T, R or P)")
     for name, cache in (("ckv_cache", ckv_cache), ("k_rope_cache", k_rope_cache)):
@@ -170,6 +176,8 @@ def _append(
 ) -> torch.Tensor | None:
     """Look the call up, or make it; run it."""
     inputs = (k, v, rotating.q if rotating is not None else None)
+    if watched():
+        check_plain("append_kv" if rotating is None else "rope_append_kv")
     grad = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in inputs)
     whole = isinstance(kv_cache, torch.Tensor)
     key = (
@@ -191,6 +199,7 @@ def _first_call(
     k_scale: Scale | None, v_scale: Scale | None, kv_scales: str | None, backend: str, grad: bool,
 ) -> torch.Tensor | None:
     """Check, describe, prepare and remember the call; run it. ``whole``: one tensor holds both sides of the cache."""
+    check_plain("append", kv_cache=kv_cache, k=k, v=v, q=None if rotating is None else rotating.q)
     check = settings().check
     problem, tensors = _describe(kv_cache, kv_layout, rotating, k, v, table, positions, requests, slots, k_scale, v_scale, kv_scales, grad)
     if check:
@@ -437,6 +446,7 @@ def _describe(
     v_scale: Scale | None, kv_scales: str | None, grad: bool,
 ) -> tuple[AppendProblem, AppendTensors]:
     k_cache, v_cache = _split_cache(kv_cache, kv_layout)
+    check_required(k=k, v=v)
     check_tensors(kv_cache=k_cache, k=k, v=v)
     pages, page_size, heads, head_dim = k_cache.shape
     for name, t, width in (("k", k, head_dim), ("v", v, v_cache.shape[3])):

@@ -237,7 +237,8 @@ def _describe(
             raise ShapeError("cu_seqlens_q: got shape (0), expected (B + 1) with a leading 0")
     if f.kv_lens is not None:
         index_tensor("kv_lens", f.kv_lens, batch, q.device)
-    _check_features(f, batch, hq)
+    grad = needs_torch(q, k, v, f.sinks, f.alibi_slopes)
+    _check_features(f, batch, hq, wide_sinks=grad and q.dtype == torch.float64)
     for name, scale, tensor in (("q_scale", f.q_scale, q), ("k_scale", f.k_scale, k), ("v_scale", f.v_scale, v)):
         if scale is not None and tensor.dtype not in _FP8:
             raise DtypeError(f"{name}: got one for {tensor.dtype}, expected an fp8 tensor; leave {name} out")
@@ -245,7 +246,6 @@ def _describe(
     if settings().check:
         _check_contents(cu_seqlens_q, cu_seqlens_k, f.kv_lens, seq_q, seq_k)
     window = check_window(f.window)
-    grad = needs_torch(q, k, v, f.sinks, f.alibi_slopes)
     if grad:
         check_no_output_with_grad(out=out, lse=lse)
     out_dtype = torch.bfloat16 if q.dtype in _FP8 else q.dtype
@@ -260,14 +260,12 @@ def _describe(
         layout="ragged" if ragged else "dense", batch=batch, seq_q=seq_q, seq_k=seq_k, num_q_heads=hq, num_kv_heads=hkv,
         head_dim=d, head_dim_v=dv, q_dtype=dtype_name(q.dtype), kv_dtype=dtype_name(k.dtype), out_dtype=dtype_name(out_dtype),
         causal=bool(f.causal), window=window, soft_cap=bool(f.soft_cap), alibi=f.alibi_slopes is not None, sinks=f.sinks is not None,
-        mask=_mask_kind(f.mask, ragged), variant=trace_or_name(f.variant, backend, tensors.lse is not None),
-        block_mask=f.block_mask is not None, kv_lens=f.kv_lens is not None,
+        mask=_mask_kind(f.mask, ragged), block_mask=f.block_mask is not None, kv_lens=f.kv_lens is not None,
+        variant=trace_or_name(f.variant, backend, return_lse=tensors.lse is not None, sinks=f.sinks is not None),
         scales="tensor" if any(isinstance(s, torch.Tensor) for s in given) else "number" if given else None,
         return_lse=tensors.lse is not None, requires_grad=grad, deterministic=f.deterministic, batch_invariant=f.batch_invariant,
         alignment=alignment_of(q, k, v, tensors.out),
     )
-    if settings().check and tensors.mask_indptr is not None and tensors.mask is not None:
-        check_mask(tensors.mask, tensors.mask_indptr)
     return problem, tensors._replace(variant_words=bind_words(f.variant, problem.variant, q.device))
 
 
@@ -289,6 +287,8 @@ def _gather(
         assert cu_q is not None and cu_k is not None
         sizes = cu_q.diff().to(torch.int64) * (cu_k.diff() if kv_lens is None else kv_lens)
         mask_indptr = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
+        if q.device.type == "cpu" or settings().check:
+            check_mask(mask, mask_indptr)
     elif mask is not None:
         from kernelgen.reference.masks import dense_mask  # the oracles are no part of `import kernelgen`
 
@@ -302,13 +302,11 @@ def _gather(
     )
 
 
-def _check_features(f: Features, batch: int, num_heads: int) -> None:
-    """What no later step would name: numbers, slopes, sinks."""
+def _check_features(f: Features, batch: int, num_heads: int, wide_sinks: bool) -> None:
+    """What no later step would name: numbers, slopes, sinks. ``wide_sinks``: float64 ones are right too (gradcheck needs them)."""
     if f.scale is not None:
         number("scale", f.scale)
-    soft_cap = None if f.soft_cap is None else number("soft_cap", f.soft_cap)
-    if soft_cap is not None and not 0 <= soft_cap < math.inf:
-        raise SettingsError(f"soft_cap: got {soft_cap}, expected a finite number above 0, or None or 0 for no cap")
+    check_soft_cap(f.soft_cap)
     for name in ("q_scale", "k_scale", "v_scale"):
         value = getattr(f, name)
         if value is not None and not isinstance(value, torch.Tensor):
@@ -317,8 +315,21 @@ def _check_features(f: Features, batch: int, num_heads: int) -> None:
         from kernelgen.reference.masks import check_alibi
 
         check_alibi(f.alibi_slopes, batch, num_heads)
-    if f.sinks is not None and (tuple(f.sinks.shape) != (num_heads,) or f.sinks.dtype not in (torch.float32, torch.float64)):
-        raise ShapeError(f"sinks: got {f.sinks.dtype} {shape_text(f.sinks)}, expected float32 (Hq) = ({num_heads})")
+    if f.sinks is not None:
+        check_sinks(f.sinks, num_heads, wide=wide_sinks)
+
+
+def check_soft_cap(value: Any) -> None:
+    soft_cap = 0.0 if value is None else number("soft_cap", value)
+    if not 0 <= soft_cap < math.inf:
+        raise SettingsError(f"soft_cap: got {soft_cap}, expected a finite number above 0, or None or 0 for no cap")
+
+
+def check_sinks(sinks: torch.Tensor, num_heads: int, *, wide: bool = False) -> None:
+    if sinks.dtype != torch.float32 and not (wide and sinks.dtype == torch.float64):
+        raise DtypeError(f"sinks: got {sinks.dtype}, expected float32; convert with .float()")
+    if tuple(sinks.shape) != (num_heads,):
+        raise ShapeError(f"sinks: got shape {shape_text(sinks)}, expected (Hq) = ({num_heads},)")
 
 
 def _check_dtypes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -344,10 +355,9 @@ def _check_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ragged: bool
     if (d, dv) not in _head_dims:
         for name, size in (("q and k", d), ("v", dv)):
             if size % 8 or not 8 <= size <= 512:
-                raise ShapeError(
-                    f"got head dim {size} of {name}, expected a multiple of 8 from 8 to 512 (or 576/512); pad the last "
-                    f"dimension with zeros to {max(8, -(-size // 8) * 8)} and pass scale={d}**-0.5"
-                )
+                advice = (f"; pad the last dimension with zeros to {max(8, -(-size // 8) * 8)} and pass scale={d}**-0.5" if 0 < size < 512
+                          else "")
+                raise ShapeError(f"got head dim {size} of {name}, expected a multiple of 8 from 8 to 512 (or 576/512){advice}")
     return batch, seq_q, seq_k, hq, hkv, d, dv
 
 
@@ -364,6 +374,9 @@ def check_window(window: Any) -> Window:
 
 
 def _check_masks(mask: Any, block_mask: Any, variant: Any, shape: tuple[int, int, int, int], ragged: bool) -> None:
+    if mask is not None and ragged:
+        check_rank("mask", mask, 1, "(flat bool, or packed bits in uint8, of sum(Sq_b * Sk_b))")
+        check_last_contiguous(mask=mask)
     if mask is not None and not ragged and mask.dtype == torch.bool:
         from kernelgen.reference.masks import dense_mask
 

@@ -7,19 +7,23 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 
-from kernelgen.errors import NoBackendError, ShapeError
+from kernelgen.errors import DtypeError, NoBackendError, ShapeError
 from kernelgen.ops.attention import Window, check_window
 from kernelgen.ops.checks import check_output, check_rank
 from kernelgen.ops.joined import Joined, Level, join_levels
+from kernelgen.ops.page_table import Lengths, PageTable
 from kernelgen.ops.paged import Cache, plan_attention
 from kernelgen.ops.scales import Scale
+from kernelgen.ops.variants import check_has_lse
 from kernelgen.reference.paged import split_cache
 from kernelgen.reference.plain import default_out_dtype
 from kernelgen.settings import settings
 
 logger = logging.getLogger("kernelgen")
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def cascade_attention(
@@ -34,8 +38,8 @@ def cascade_attention(
     ``levels``: (page table, cu_seqlens_q) from the outermost prefix to the requests' own keys. Each level's query starts cut
     the same Tq rows, and a request of an inner level lies within one request of every outer level. A row attends to the keys
     of its levels one after another as if they were one cache: positions align at the bottom right of the joined keys, so
-    causality only ever hides own keys. Other arguments as in plan_attention and AttentionPlan.run. Returns out (Tq, Hq, Dv)
-    and with ``return_lse`` the LSE (Tq, Hq).
+    causality hides own keys only, where a request has at least as many as rows (where lengths are on a device, it must). Other
+    arguments as in plan_attention and AttentionPlan.run. Returns out (Tq, Hq, Dv) and with ``return_lse`` the LSE (Tq, Hq).
 
     Every level is one planned call, and the results are merged by their LSE (Juravsky et al. 2024, Hydragen): a prefix is read
     once per group. Where positions or indices of the joined keys matter, one planned call over a joined page table runs the
@@ -49,6 +53,10 @@ def cascade_attention(
     if not levels:
         raise ShapeError("levels: got none, expected at least one (page table, cu_seqlens_q)")
     check_rank("q", q, 3, "(Tq, Hq, D)")
+    if return_lse or lse is not None:
+        check_has_lse(variant)
+    if out is not None and out.dtype != q.dtype and q.dtype not in _FP8:
+        raise DtypeError(f"out: got {out.dtype}, expected {q.dtype}")
     asked = settings().backend if backend == "auto" else backend
     features: dict[str, Any] = dict(
         kv_layout=kv_layout, causal=causal, window=window, scale=scale, soft_cap=soft_cap, alibi_slopes=alibi_slopes, sinks=sinks,
@@ -57,6 +65,7 @@ def cascade_attention(
         return _reference(q, kv_cache, levels, out, lse, return_lse, **features)
     joined = {"window": check_window(window) != (None, None), "alibi_slopes": alibi_slopes is not None, "mask": mask is not None,
               "variant": variant is not None, "kv_scales='request_head'": kv_scales == "request_head",
+              "more causal rows than own keys": causal and len(levels) > 1 and _reaches_prefix(*levels[-1]),
               "q_scale by request": isinstance(q_scale, torch.Tensor) and q_scale.dim() == 2}
     reasons = [name for name, given in joined.items() if given]
     if reasons:
@@ -107,6 +116,18 @@ def _run_joined(
 def _warn(words: str) -> None:
     """Once per reason: the oracle is slower by orders of magnitude."""
     logger.warning(words)
+
+
+def _reaches_prefix(table: PageTable, starts: Lengths) -> bool:
+    """A request has more rows than own keys, so that its first rows stand within the prefix and causality hides part of it.
+
+    Lengths on a device are not looked at.
+    """
+    lens = table.host_lengths()
+    if lens is None or (isinstance(starts, torch.Tensor) and not starts.is_cpu):
+        return False
+    rows = np.diff(np.asarray(starts))
+    return len(rows) == len(lens) and bool((rows > lens).any())
 
 
 def _merge(results: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:

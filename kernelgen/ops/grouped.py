@@ -143,7 +143,7 @@ def _prepared(sample: _Described, run: Any) -> Callable[..., Any]:
         out = a.new_empty(shape, dtype=dtype) if out is None else out
         if scale_shape is not None and scale is None:
             scale = a.new_empty(scale_shape, dtype=torch.float32)
-        ends = ends if ends.dtype == torch.int32 else ends.to(torch.int32)
+        ends = ends.to(torch.int32).contiguous()  # itself, where it is so already: kernels read them one behind the other
         run(GroupedGemmTensors(a, b, out, ends, e.bias, e.c, beta, scale_a, scale_b, zero, scale))
         return out if scale is None else (out, scale)
 

@@ -12,6 +12,7 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DtypeError, ShapeError
+from kernelgen.guard import check_required, needs_torch, watched
 from kernelgen.ops.checks import check_last_contiguous, check_no_output_with_grad, check_output, check_rank, check_tensors, shape_text
 from kernelgen.ops.memo import layout_of, new_memo, remember
 from kernelgen.ops.rope import optional_layout
@@ -33,8 +34,9 @@ def merge_states(
 
     Raises ShapeError, DtypeError, DeviceError, LayoutError, SettingsError, NoBackendError.
     """
-    grad = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in (outs, lses))
-    key = (layout_of(outs), layout_of(lses), optional_layout(out), optional_layout(lse), backend, grad)
+    check_required(outs=outs, lses=lses)
+    grad = needs_torch(outs, lses)
+    key = None if watched() else (layout_of(outs), layout_of(lses), optional_layout(out), optional_layout(lse), backend, grad)
     call = _calls.get(key)
     if call is not None:
         return call(outs, lses, out, lse)
@@ -47,7 +49,8 @@ def merge_states(
         result = run(MergeTensors(outs, lses, out, lse))
         return (out, lse) if result is None else result
 
-    remember(_calls, key, repeated)
+    if key is not None:
+        remember(_calls, key, repeated)
     result = run(tensors)
     return (tensors.out, tensors.lse) if result is None else result
 

@@ -11,9 +11,9 @@ import torch
 from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose
 from kernelgen.dtypes import dtype_name
-from kernelgen.errors import DeviceError, DtypeError, NoBackendError, ShapeError
-from kernelgen.guard import watched
-from kernelgen.ops.checks import check_last_contiguous, check_output, check_rank, check_tensors, shape_text
+from kernelgen.errors import DeviceError, DtypeError, NoBackendError, SettingsError, ShapeError
+from kernelgen.guard import check_flags, check_plain, check_required, watched
+from kernelgen.ops.checks import check_last_contiguous, check_output, check_rank, check_tensors, number, shape_text
 from kernelgen.ops.memo import layout_of, new_memo, remember
 from kernelgen.ops.page_table import Lengths, PageTable
 from kernelgen.ops.paged import (
@@ -27,6 +27,7 @@ from kernelgen.ops.paged import (
     start_plan,
     update_plan,
 )
+from kernelgen.ops.plan_checks import check_bounds, check_rows
 from kernelgen.ops.planning import Batch, GraphBounds, check_pages, read_batch
 from kernelgen.ops.scales import Scale, head_scale, page_scale
 from kernelgen.problems.common import alignment_of
@@ -59,7 +60,8 @@ class MLAPlan:
         """softmax(scale * (q_nope ckv^T + q_rope k_rope^T)) ckv: out (Tq, Hq, R), and with ``return_lse`` LSE (Tq, Hq).
 
         q_nope (Tq, Hq, R), q_rope (Tq, Hq, P); ckv_cache (pages, page_size, R) with k_rope_cache (pages, page_size, P), or
-        one (pages, page_size, R + P) tensor. k_scale float32 for an fp8 cache: scalar, (B, 1) or (pages, 1) as planned.
+        one (pages, page_size, R + P) tensor. Beside an fp8 ckv_cache, k_rope_cache may have the dtype of q. k_scale float32, of the
+        fp8 parts of the cache: scalar, (B, 1) or (pages, 1) as planned.
         Raises ShapeError, DtypeError, DeviceError, LayoutError; NoBackendError for a q that wants a gradient.
         """
         state = self._state
@@ -71,7 +73,7 @@ class MLAPlan:
                    k_scale if k_scale is None or isinstance(k_scale, float) else layout_of(k_scale),
                    torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in (q_nope, q_rope)))
             known = self._runs.get(key)
-            if known is not None:
+            if known is not None and q_nope.shape[0] >= state.least_rows:
                 return known(state.arrays, q_nope, q_rope, ckv_cache, k_rope_cache, k_scale, out, lse)
         call = self._prepare(q_nope, q_rope, ckv_cache, k_rope_cache, k_scale, return_lse, out, lse)
         if key is not None:
@@ -94,9 +96,15 @@ class MLAPlan:
         same kind, so it does not hold on to this one."""
         p, batch = self.problem, self._state.arrays.batch
         latent = p.head_dim_v
+        if self.decision.chosen is not None and self.decision.chosen.backend == "generated":
+            check_plain("plan.run", q_nope=q_nope, q_rope=q_rope, ckv_cache=ckv_cache, k_rope_cache=k_rope_cache, out=out, lse=lse)
         _check_call(self, q_nope, q_rope, ckv_cache, k_rope_cache)
         if k_scale is not None and ckv_cache.dtype not in _FP8:
             raise DtypeError(f"k_scale: got one for a cache of {ckv_cache.dtype}, expected an fp8 cache")
+        if (k_scale is None) != (p.kv_scales is None):
+            got, expected = ("none", "one") if k_scale is None else ("one", "none")
+            raise SettingsError(f"k_scale: got {got}, expected {expected}: the plan was made with kv_scales={p.kv_scales!r}; give its "
+                                "kind to plan_mla")
         pages = ckv_cache.shape[0]
         shape = (q_nope.shape[0], p.num_q_heads, latent)
         out_dtype = out.dtype if out is not None and q_nope.dtype in _FP8 else torch.bfloat16 if q_nope.dtype in _FP8 else q_nope.dtype
@@ -105,10 +113,13 @@ class MLAPlan:
         if lse is not None:
             check_output("lse", lse, shape[:2], torch.float32, q_nope.device)
         with_lse = return_lse or lse is not None
-        # One scale serves keys and values, as the values are the latent part of the keys.
-        factor = 1.0 if k_scale is None or isinstance(k_scale, torch.Tensor) else float(k_scale)
+        # One scale serves keys and values, as the values are the latent part of the keys. A number is folded into the scale of the
+        # logits, but beside a rope part that is not fp8 and has no scale: there it is a factor of the latent products alone.
+        factor = 1.0 if k_scale is None or isinstance(k_scale, torch.Tensor) else number("k_scale", k_scale)
+        plain_rope = k_rope_cache is not None and k_rope_cache.dtype not in _FP8
+        logit_factor, k_factor = (1.0, factor) if plain_rope else (factor, 1.0)
 
-        logit_scale = self.scale * factor
+        logit_scale = self.scale * logit_factor
 
         def gather(arrays: PlanArrays, q_nope: torch.Tensor, q_rope: torch.Tensor, ckv: torch.Tensor, k_rope: torch.Tensor | None,
                    k_scale: Scale | None, out: torch.Tensor | None, lse: torch.Tensor | None) -> PagedTensors:
@@ -123,6 +134,7 @@ class MLAPlan:
                 torch.empty(shape, dtype=out_dtype, device=q_nope.device) if out is None else out,
                 torch.empty(shape[:2], dtype=torch.float32, device=q_nope.device) if lse is None and with_lse else lse,
                 logit_scale, k_scale=scale, v_scale=scale, v_factor=factor, q_rope=q_rope, k_rope_cache=k_rope.unsqueeze(2),
+                k_factor=k_factor,
             )
 
         first = gather(self._state.arrays, q_nope, q_rope, ckv_cache, k_rope_cache, k_scale, out, lse)
@@ -145,6 +157,7 @@ class MLAPlan:
 def _check_call(plan: MLAPlan, q_nope: torch.Tensor, q_rope: torch.Tensor, ckv: torch.Tensor, k_rope: torch.Tensor | None) -> None:
     p = plan.problem
     latent, rope = p.head_dim_v, p.rope_dim
+    check_required(q_nope=q_nope, q_rope=q_rope, ckv_cache=ckv)
     check_tensors(q_nope=q_nope, q_rope=q_rope, ckv_cache=ckv, k_rope_cache=k_rope)
     check_rank("q_nope", q_nope, 3, "(Tq, Hq, R)")
     check_rank("ckv_cache", ckv, 3, "(pages, page_size, R)")
@@ -152,7 +165,8 @@ def _check_call(plan: MLAPlan, q_nope: torch.Tensor, q_rope: torch.Tensor, ckv: 
     if q_nope.device != plan.device:
         raise DeviceError(f"q_nope is on {q_nope.device}, expected {plan.device} as planned")
     width = latent if k_rope is not None else latent + rope
-    rows = q_nope.shape[0] if plan._state.rows is None else plan._state.rows
+    check_rows("q_nope", q_nope, plan._state)
+    rows = q_nope.shape[0]
     for name, t, shape in (("q_nope", q_nope, (rows, p.num_q_heads, latent)), ("q_rope", q_rope, (rows, p.num_q_heads, rope)),
                            ("ckv_cache", ckv, (ckv.shape[0], p.page_size, width)),
                            ("k_rope_cache", k_rope, (ckv.shape[0], p.page_size, rope))):
@@ -181,28 +195,31 @@ def plan_mla(
     NoBackendError with the table of reasons.
     """
     check_table(page_table)
+    check_bounds(cuda_graph_bounds)
     where = plan_device(page_table, device)
     batch = read_batch(page_table, query_starts(q_lens, cu_seqlens_q, page_table.batch))
-    key = (size_classes(batch), where, num_heads, q_dtype, kv_dtype, causal, head_dim_latent, head_dim_rope, kv_scales, batch_invariant,
-           deterministic, backend)
+    key = (size_classes(batch, cuda_graph_bounds), where, num_heads, q_dtype, kv_dtype, causal, head_dim_latent, head_dim_rope,
+           kv_scales, batch_invariant, deterministic, backend)
     known = _decisions.get(key)
     if known is None:
         problem = _describe(batch, num_heads, q_dtype, kv_dtype, causal, head_dim_latent, head_dim_rope, kv_scales, batch_invariant,
-                            deterministic)
+                            deterministic, cuda_graph_bounds)
         known = decide(problem, where, backend)
         remember(_decisions, key, known)
-    plan: MLAPlan = start_plan(MLAPlan, known, batch, where, cuda_graph_bounds, scale=float(scale), backend=backend)
+    plan: MLAPlan = start_plan(MLAPlan, known, batch, where, cuda_graph_bounds, scale=number("scale", scale),
+                               backend=backend)
     return plan
 
 
 def _describe(
     batch: Batch, num_heads: int, q_dtype: torch.dtype, kv_dtype: torch.dtype | None, causal: bool, head_dim_latent: int,
-    head_dim_rope: int, kv_scales: str | None, batch_invariant: bool, deterministic: bool,
+    head_dim_rope: int, kv_scales: str | None, batch_invariant: bool, deterministic: bool, bounds: GraphBounds | None = None,
 ) -> PagedAttentionProblem:
-    if num_heads < 1:
-        raise ShapeError(f"num_heads: got {num_heads}, expected at least 1")
+    check_flags(causal=causal, batch_invariant=batch_invariant, deterministic=deterministic)
+    if not isinstance(num_heads, int) or num_heads < 1:
+        raise ShapeError(f"num_heads: got {num_heads!r}, expected a whole number of at least 1")
     for name, size, limit in (("head_dim_latent", head_dim_latent, 512), ("head_dim_rope", head_dim_rope, 64)):
-        if size % 8 or not 8 <= size <= limit:
+        if not isinstance(size, int) or size % 8 or not 8 <= size <= limit:
             raise ShapeError(f"{name}: got {size}, expected a multiple of 8 from 8 to {limit}")
     kv_dtype = q_dtype if kv_dtype is None else kv_dtype
     if q_dtype != kv_dtype and kv_dtype not in _FP8:
@@ -211,9 +228,9 @@ def _describe(
     if kv_scales is not None and kv_dtype not in _FP8:
         raise DtypeError(f"kv_scales: got {kv_scales!r} with a {kv_dtype} cache, expected an fp8 one; leave kv_scales out")
     return PagedAttentionProblem(
-        **size_classes(batch)._asdict(), num_q_heads=num_heads, num_kv_heads=1, head_dim=head_dim_latent + head_dim_rope,
+        **size_classes(batch, bounds)._asdict(), num_q_heads=num_heads, num_kv_heads=1, head_dim=head_dim_latent + head_dim_rope,
         head_dim_v=head_dim_latent, rope_dim=head_dim_rope, q_dtype=dtype_name(q_dtype), kv_dtype=dtype_name(kv_dtype),
-        causal=bool(causal), kv_scales=kv_scales, deterministic=deterministic, batch_invariant=batch_invariant,
+        causal=causal, kv_scales=kv_scales, deterministic=deterministic, batch_invariant=batch_invariant,
     )
 
 
@@ -224,9 +241,9 @@ def explain_mla(*args: Any, target: Target, backend: str, live: bool, **kwargs: 
         "head_dim_rope": 64, "kv_scales": None, "batch_invariant": False, "deterministic": True,
     }
     values = defaults | dict(zip(("page_table",), args)) | kwargs
-    for name in ("scale", "device", "cuda_graph_bounds"):  # change no choice
+    for name in ("scale", "device"):  # change no choice
         values.pop(name, None)
-    table = values.pop("page_table")
+    table, bounds = values.pop("page_table"), values.pop("cuda_graph_bounds", None)
     check_table(table)
     batch = read_batch(table, query_starts(values.pop("q_lens"), values.pop("cu_seqlens_q"), table.batch))
-    return choose(_describe(batch, **values), target, backend, live=live)
+    return choose(_describe(batch, **values, bounds=bounds), target, backend, live=live)

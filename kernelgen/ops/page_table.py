@@ -14,8 +14,9 @@ from kernelgen.errors import DeviceError, DtypeError, ShapeError
 from kernelgen.ops.checks import check_rank, shape_text
 from kernelgen.settings import settings
 
-Lengths = torch.Tensor | Sequence[int]
+Lengths = torch.Tensor | Sequence[int]  # and integer arrays of numpy
 Ints = npt.NDArray[np.int32]
+_INT32 = np.iinfo(np.int32)
 _ZERO, _ONE = np.int32(0), np.int32(1)
 
 
@@ -40,15 +41,15 @@ class PageTable:
 
     @classmethod
     def from_csr(
-        cls, kv_indptr: Lengths, kv_indices: torch.Tensor | Sequence[int], kv_last_page_len: Lengths, page_size: int,
+        cls, kv_indptr: Lengths, kv_indices: Lengths, kv_last_page_len: Lengths, page_size: int,
     ) -> PageTable:
         """kv_indptr (B + 1) starts in kv_indices, which holds page numbers; kv_last_page_len (B) tokens of the last page.
 
-        Integer tensors (int64 is converted once) or plain sequences. A request with pages has a last length of 1 ..
+        Integer tensors (int64 is converted once), numpy arrays or plain sequences. A request with pages has a last length of 1 ..
         page_size; that of a request without pages is not looked at. Raises ShapeError, DtypeError, DeviceError.
         """
         _check_page_size("page_size", page_size)
-        indptr, indices = index_values("kv_indptr", kv_indptr), index_values("kv_indices", kv_indices)
+        indptr, indices = index_values("kv_indptr", kv_indptr), index_values("kv_indices", kv_indices, pages=True)
         last = index_values("kv_last_page_len", kv_last_page_len)
         _check_devices(indices, kv_indptr=indptr, kv_last_page_len=last)
         if indptr.shape[0] == 0 or last.shape[0] != indptr.shape[0] - 1:
@@ -65,7 +66,7 @@ class PageTable:
         Raises ShapeError, DtypeError, DeviceError.
         """
         _check_page_size("page_size", page_size)
-        blocks, lengths = index_values("block_tables", block_tables, rank=2), index_values("seq_lens", seq_lens)
+        blocks, lengths = index_values("block_tables", block_tables, rank=2, pages=True), index_values("seq_lens", seq_lens)
         _check_devices(blocks, seq_lens=lengths)
         batch, width = blocks.shape
         if lengths.shape[0] != batch:
@@ -89,6 +90,11 @@ class PageTable:
     def form(self) -> str:
         """"csr" or "blocks"."""
         return "blocks" if self.kv_indptr is None else "csr"
+
+    @property
+    def one_page(self) -> bool:
+        """Every request has one page: a contiguous cache."""
+        return self.block_tables is not None and self.block_tables.shape[1] == 1
 
     @property
     def batch(self) -> int:
@@ -135,19 +141,46 @@ def _check_page_size(name: str, size: int) -> None:
         raise ShapeError(f"{name}: got {size!r}, expected a whole number of at least 1")
 
 
-def index_values(name: str, values: torch.Tensor | Sequence[int], rank: int = 1) -> torch.Tensor:
-    """int32 and contiguous; a sequence becomes a tensor on the host."""
+def index_values(name: str, values: Any, rank: int = 1, *, pages: bool = False) -> torch.Tensor:
+    """int32 and contiguous; a sequence or a numpy array becomes a tensor on the host.
+
+    ``pages``: the values are page numbers, and junk among them is no error: what no int32 holds becomes the nearest one.
+    """
     if type(values) is torch.Tensor and values.dtype is torch.int32 and values.dim() == rank and values.is_contiguous():
         return values
     if not isinstance(values, torch.Tensor):
-        if rank != 1 or not isinstance(values, Sequence) or not all(isinstance(n, int) for n in values):
-            more = " or whole numbers" if rank == 1 else ""
-            raise DtypeError(f"{name}: got {type(values).__name__}, expected an int32 tensor{more}")
-        values = torch.tensor(list(values), dtype=torch.int32)
+        values = _host_values(name, values, rank)
     if values.dtype not in (torch.int32, torch.int64):
         raise DtypeError(f"{name}: got {values.dtype}, expected int32 (or int64, converted once)")
     check_rank(name, values, rank, "(n)" if rank == 1 else "(B, max_pages)")
+    if values.dtype == torch.int64:
+        values = _within_int32(name, values, pages)
     return values.to(torch.int32).contiguous()
+
+
+def _host_values(name: str, values: Any, rank: int) -> torch.Tensor:
+    """A sequence of whole numbers or an integer array of numpy as an int64 tensor."""
+    array = isinstance(values, np.ndarray)
+    try:
+        host = np.asarray(values) if array or (rank == 1 and isinstance(values, Sequence)) else None
+    except ValueError:  # sequences of different lengths in one
+        host = None
+    if host is None or (host.dtype.kind not in "iu" and (array or host.size)):
+        more = ", whole numbers or an integer array" if rank == 1 else " or an integer array"
+        got = f"{host.dtype} values" if host is not None else type(values).__name__
+        raise DtypeError(f"{name}: got {got}, expected an int32 tensor{more}")
+    if host.dtype == np.uint64:
+        host = np.minimum(host, np.uint64(2**63 - 1))
+    return torch.from_numpy(host.astype(np.int64))
+
+
+def _within_int32(name: str, values: torch.Tensor, pages: bool) -> torch.Tensor:
+    """int64 values that int32 holds. Wrapping would turn junk into numbers that look right."""
+    if not values.is_cpu or pages:
+        return values.clamp(_INT32.min, _INT32.max)
+    if values.numel() and not _INT32.min <= int(values.min()) <= int(values.max()) <= _INT32.max:
+        raise ShapeError(f"{name}: got values from {int(values.min())} to {int(values.max())}, expected ones that an int32 holds")
+    return values
 
 
 def _check_devices(pages: torch.Tensor, **lengths: torch.Tensor) -> None:

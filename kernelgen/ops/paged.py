@@ -13,12 +13,13 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, no_backend_error, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DeviceError, DtypeError, KernelgenError, NoBackendError, SettingsError, ShapeError
-from kernelgen.guard import ORDINARY, watched
+from kernelgen.guard import ORDINARY, check_flags, check_plain, check_required, watched
 from kernelgen.kernels.base import division_of
-from kernelgen.ops.attention import Window, check_window
-from kernelgen.ops.checks import check_last_contiguous, check_output, check_rank, check_tensors, shape_text
+from kernelgen.ops.attention import Window, check_sinks, check_soft_cap, check_window
+from kernelgen.ops.checks import check_last_contiguous, check_output, check_rank, check_tensors, number, shape_text
 from kernelgen.ops.memo import layout_of, new_memo, remember, unusual
 from kernelgen.ops.page_table import Lengths, PageTable, check_starts, index_values, on_host
+from kernelgen.ops.plan_checks import check_alibi, check_bounds, check_mask_form, check_rows, check_sizes
 from kernelgen.ops.planning import (
     Batch,
     GraphBounds,
@@ -27,13 +28,14 @@ from kernelgen.ops.planning import (
     check_pages,
     make_arrays,
     make_bounded_arrays,
+    mask_entries,
     page_numbers,
     read_batch,
     refill,
     to_host,
 )
 from kernelgen.ops.scales import Scale, head_scale, page_scale, split_numbers
-from kernelgen.ops.variants import bind_words, trace_or_name
+from kernelgen.ops.variants import bind_words, check_has_lse, trace_or_name
 from kernelgen.problems.common import alignment_of
 from kernelgen.problems.paged import PagedAttentionProblem
 from kernelgen.reference.checks import check_option
@@ -59,6 +61,17 @@ class State:
         self.starts: torch.Tensor | None = None
         self.key: Any = None  # what a prepared run depends on beside layouts
         self.rows: int | None = None  # of q, where the host knows them
+        self.least_rows = 0  # of q within graph bounds
+        self.mask_entries: int | None = None  # of a ragged mask, where the host knows them
+
+    def fits(self, q: torch.Tensor, mask: torch.Tensor | None) -> bool:
+        """A run that was bound for these layouts still covers the lengths of the last update."""
+        return q.shape[0] >= self.least_rows and (mask is None or self.mask_entries is None or self.mask_fits(mask))
+
+    def mask_fits(self, mask: torch.Tensor) -> bool:
+        entries = self.mask_entries or 0
+        needed = -(-entries // 8) if mask.dtype == torch.uint8 else entries
+        return mask.shape[0] == needed or (self.bounds is not None and mask.shape[0] > needed)
 
 
 class _Address:
@@ -117,7 +130,8 @@ class AttentionPlan:
                      kv_cache.device, (address | pages) & 15, return_lse, None if out is None else layout_of(out),
                      None if lse is None else layout_of(lse), q.requires_grad and torch.is_grad_enabled())
             known = self._runs.get(short)
-            if known is not None and address and pages and not q.is_neg() and not settings().check:
+            if (known is not None and address and pages and q.shape[0] >= state.least_rows and not (q.is_neg() or kv_cache.is_neg())
+                    and not settings().check):
                 return known(state.arrays, q, kv_cache, out, lse)
         key: Any = None
         if settings().check:
@@ -129,7 +143,7 @@ class AttentionPlan:
                      for x in (alibi_slopes, sinks, mask, q_scale, k_scale, v_scale)),
                    torch.is_grad_enabled() and isinstance(q, torch.Tensor) and q.requires_grad)
             known = self._runs.get(key)
-            if known is not None:
+            if known is not None and self._state.fits(q, mask):
                 return known(self._state.arrays, q, kv_cache, alibi_slopes, sinks, mask, q_scale, k_scale, v_scale, out, lse)
         call, quick = self._prepare(q, kv_cache, alibi_slopes, sinks, mask, q_scale, k_scale, v_scale, variant_args, return_lse, out, lse)
         if key is not None:
@@ -157,8 +171,10 @@ class AttentionPlan:
     ) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
         """Check a call, bind what runs it; returns the closure of a repeated call with the same layouts, and a shorter one for a
         plain call, which only passes addresses. Both serve every plan of the same kind, so neither holds on to this one."""
+        if self.decision.chosen is not None and self.decision.chosen.backend == "generated":
+            check_plain("plan.run", q=q, kv_cache=kv_cache, out=out, lse=lse)
         p, soft_cap = self.problem, self.soft_cap
-        k_cache, v_cache = self._check_call(q, kv_cache, alibi_slopes, sinks, mask, k_scale, v_scale)
+        k_cache, v_cache = self._check_call(q, kv_cache, alibi_slopes, sinks, mask, q_scale, k_scale, v_scale)
         out_dtype = out.dtype if out is not None and q.dtype in _FP8 else torch.bfloat16 if q.dtype in _FP8 else q.dtype
         shape = (q.shape[0], p.num_q_heads, p.head_dim_v)
         if out is not None:
@@ -166,11 +182,11 @@ class AttentionPlan:
         if lse is not None:
             check_output("lse", lse, shape[:2], torch.float32, q.device)
         with_lse = return_lse or lse is not None
-        if with_lse and getattr(self.variant, "normalization", "softmax") == "none":
-            raise SettingsError("return_lse: got True with a variant of normalization 'none', expected False: there is no softmax")
+        if with_lse:
+            check_has_lse(self.variant)
         batch, pages, kind = self._state.arrays.batch, k_cache.shape[0], p.kv_scales
         if alibi_slopes is not None:
-            _check_alibi(alibi_slopes, batch, p.num_q_heads)
+            check_alibi(alibi_slopes, batch, p.num_q_heads)
         logit_factor, v_factor, tensors = split_numbers(q_scale, k_scale, v_scale)
         scale, rotation, variant = self.scale * logit_factor, self.rotation, _with_arguments(self.variant, variant_args)
         words = bind_words(variant, p.variant, q.device)
@@ -233,15 +249,16 @@ class AttentionPlan:
     def _check_contents(self, kv_cache: Cache, mask: torch.Tensor | None) -> None:
         arrays, first = self._state.arrays, kv_cache if isinstance(kv_cache, torch.Tensor) else kv_cache[0]
         check_pages(arrays, self.problem.page_size, first.shape[0])
-        if mask is not None and arrays.mask_indptr is not None:
+        if mask is not None and arrays.mask_indptr is not None and self._state.mask_entries is None:
             check_mask(mask, arrays.mask_indptr)
 
     def _check_call(
         self, q: torch.Tensor, kv_cache: Cache, alibi_slopes: torch.Tensor | None, sinks: torch.Tensor | None,
-        mask: torch.Tensor | None, k_scale: Scale | None, v_scale: Scale | None,
+        mask: torch.Tensor | None, q_scale: Scale | None, k_scale: Scale | None, v_scale: Scale | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Check the tensors against the plan; returns the two caches as (pages, page_size, Hkv, D) views."""
         p = self.problem
+        check_required(q=q)
         if isinstance(kv_cache, list):
             kv_cache = tuple(kv_cache)
         if not isinstance(kv_cache, torch.Tensor) and not (isinstance(kv_cache, tuple) and len(kv_cache) == 2):
@@ -254,9 +271,7 @@ class AttentionPlan:
             raise DeviceError(f"q is on {q.device}, expected {self.device} as planned; plan with device={str(q.device)!r}")
         if tuple(q.shape[1:]) != (p.num_q_heads, p.head_dim):
             raise ShapeError(f"q: got shape {shape_text(q)}, expected (Tq, {p.num_q_heads}, {p.head_dim}) as planned")
-        rows = self._state.rows
-        if rows is not None and q.shape[0] != rows:
-            raise ShapeError(f"q: got {q.shape[0]} rows in {shape_text(q)}, expected {rows}, the sum of the planned query lengths")
+        check_rows("q", q, self._state)
         k_cache, v_cache = split_cache(kv_cache, p.kv_layout)
         for name, t, dim in (("k", k_cache, p.head_dim), ("v", v_cache, p.head_dim_v)):
             if tuple(t.shape[1:]) != (p.page_size, p.num_kv_heads, dim):
@@ -274,9 +289,12 @@ class AttentionPlan:
                 raise SettingsError(f"{name}: got none, expected one: the plan was made with {flag}")
             if value is not None and not planned:
                 raise SettingsError(f"{name}: got one, expected none: the plan was made without {flag}; give it to plan_attention")
-        if mask is not None and mask.dtype != (torch.uint8 if p.mask == "packed" else torch.bool):
-            form = "uint8 bits" if p.mask == "packed" else "flat bool"
-            raise DtypeError(f"mask: got {mask.dtype}, expected {form} as planned (mask={p.mask!r})")
+        if q_scale is not None and q.dtype not in _FP8:
+            raise DtypeError(f"q_scale: got one for {q.dtype}, expected an fp8 q; leave q_scale out")
+        if sinks is not None:
+            check_sinks(sinks, p.num_q_heads)
+        if mask is not None:
+            check_mask_form(mask, p.mask, self._state)
         if torch.is_grad_enabled() and q.requires_grad:
             raise NoBackendError("paged attention has no gradient: use attention or attention_varlen, or torch.no_grad()")
         return k_cache, v_cache
@@ -307,29 +325,36 @@ def plan_attention(
     Raises ShapeError, DtypeError, DeviceError, SettingsError; NoBackendError with the table of reasons.
     """
     check_table(page_table)
+    check_bounds(cuda_graph_bounds)
     where = plan_device(page_table, device)
     batch = read_batch(page_table, query_starts(q_lens, cu_seqlens_q, page_table.batch))
     key: Any = None
     if variant is None and not isinstance(window, list):
-        key = (size_classes(batch), where, num_q_heads, num_kv_heads, head_dim, head_dim_v, q_dtype, kv_dtype, kv_layout, causal, window,
-               soft_cap, alibi, sinks, mask, kv_scales, rotation is None, batch_invariant, deterministic, backend)
+        key = (size_classes(batch, cuda_graph_bounds), where, num_q_heads, num_kv_heads, head_dim, head_dim_v, q_dtype, kv_dtype,
+               kv_layout, causal, window, soft_cap, alibi, sinks, mask, kv_scales, rotation is None, batch_invariant, deterministic,
+               backend)
     known = _decisions.get(key) if key is not None else None
     if known is None:
         problem = _describe(
             batch, num_q_heads, num_kv_heads, head_dim, head_dim_v, q_dtype, kv_dtype, kv_layout, causal, window, soft_cap, alibi, sinks,
-            mask, variant, kv_scales, rotation, batch_invariant, deterministic, backend,
+            mask, variant, kv_scales, rotation, batch_invariant, deterministic, backend, cuda_graph_bounds,
         )
         known = decide(problem, where, backend)
         if key is not None:
             remember(_decisions, key, known)
-    return start_plan(AttentionPlan, known, batch, where, cuda_graph_bounds, scale=head_dim**-0.5 if scale is None else float(scale),
-                      soft_cap=float(soft_cap) if soft_cap else None, variant=variant, rotation=rotation, backend=backend)
+    return start_plan(AttentionPlan, known, batch, where, cuda_graph_bounds, soft_cap=float(soft_cap) if soft_cap else None,
+                      scale=head_dim**-0.5 if scale is None else number("scale", scale), variant=variant, rotation=rotation,
+                      backend=backend)
 
 
 def plan_device(table: PageTable, device: torch.device | str | None) -> torch.device:
     """Where q and the cache of a plan are."""
     where = table.device if device is None else torch.device(device)
-    return torch.device("cuda", torch.cuda.current_device()) if where.type == "cuda" and where.index is None else where
+    if where.type != "cuda" or where.index is not None:
+        return where
+    if not torch.cuda.is_available():
+        raise DeviceError("device: got 'cuda', expected a device that is there: torch finds no GPU")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def decide(problem: PagedAttentionProblem, device: torch.device, backend: str) -> Decided:
@@ -353,6 +378,8 @@ def update_plan(plan: Any, page_table: PageTable, q_lens: Lengths | None) -> Non
     if not fits or page_table.page_size != p.page_size:
         raise ShapeError(
             f"got {page_table}, expected {batch} requests with pages of {p.page_size} as planned; make a new plan for others")
+    if p.one_page and not page_table.one_page:
+        raise ShapeError(f"got {page_table}, expected one page per request, a block table (B, 1), as planned; make a new plan for others")
     planned = q_lens is None and page_table.batch == batch
     starts = state.starts if planned else query_starts(q_lens, None, page_table.batch)
     _set_lengths(plan, read_batch(page_table, starts))
@@ -382,8 +409,6 @@ def start_plan(
     """A plan of class ``make`` for a decision, with its arrays filled."""
     (decision, shape, runs), arrays = decided, None
     if bounds is not None:
-        if not isinstance(bounds, GraphBounds):
-            raise SettingsError(f"cuda_graph_bounds: got {bounds!r}, expected GraphBounds(max_q_tokens, max_seq_k)")
         check_graph_bounds(decision, bounds)
         arrays = make_bounded_arrays(batch.size, bounds, page_numbers(batch.table).numel(), shape, device)
     state = State(arrays, bounds, shape)
@@ -399,7 +424,10 @@ def _set_lengths(plan: Any, batch: Batch) -> None:
     """Fill a plan's arrays, on the device where lengths are there and a kernel can plan them."""
     state = plan._state
     shape = state.shape
-    state.starts, state.rows = batch.starts, batch.rows
+    state.starts, state.rows, state.least_rows, state.mask_entries = batch.starts, batch.rows, 0, None
+    if state.bounds is None and batch.table.device != plan.device:
+        raise DeviceError(f"page_table: got page numbers on {batch.table.device}, expected {plan.device}, where q and the cache are; "
+                          "move them with .to()")
     if not batch.on_host:
         if plan.decision.chosen.backend == "generated" and plan.device.type == "cuda":
             from kernelgen.kernels.attention.plan_cuda import plan_on_device
@@ -408,11 +436,12 @@ def _set_lengths(plan: Any, batch: Batch) -> None:
             return
         batch = to_host(batch)
         state.rows = batch.rows
+    state.mask_entries = mask_entries(batch) if shape.mask else None
     if state.bounds is None:
         state.arrays = make_arrays(batch, shape, plan.device)
     else:
         refill(state.arrays, batch, state.bounds, shape)
-        state.rows = None  # rows past the batch's last are left unwritten
+        state.rows, state.least_rows = None, batch.rows  # rows past the batch's last are left unwritten
 
 
 def explain_paged_attention(*args: Any, target: Target, backend: str, live: bool, **kwargs: Any) -> Decision:
@@ -423,12 +452,12 @@ def explain_paged_attention(*args: Any, target: Target, backend: str, live: bool
         "kv_scales": None, "rotation": None, "batch_invariant": False, "deterministic": True,
     }
     values = defaults | dict(zip(("page_table",), args)) | kwargs
-    for name in ("scale", "device", "cuda_graph_bounds"):  # change no choice
+    for name in ("scale", "device"):  # change no choice
         values.pop(name, None)
-    table = values.pop("page_table")
+    table, bounds = values.pop("page_table"), values.pop("cuda_graph_bounds", None)
     check_table(table)
     batch = read_batch(table, query_starts(values.pop("q_lens"), values.pop("cu_seqlens_q"), table.batch))
-    return choose(_describe(batch, **values, backend=backend), target, backend, live=live)
+    return choose(_describe(batch, **values, backend=backend, bounds=bounds), target, backend, live=live)
 
 
 def run_reference(problem: PagedAttentionProblem, t: PagedTensors) -> None:
@@ -447,8 +476,10 @@ def run_reference(problem: PagedAttentionProblem, t: PagedTensors) -> None:
         common |= {"kv_scales": None if t.k_scale is None and t.v_scale is None else "request_head"}
     if problem.rope_dim:
         assert t.q_rope is not None and t.k_rope_cache is not None
+        if t.k_factor != 1:  # the oracle scales values, too
+            common |= {"k_scale": t.k_factor, "kv_scales": None}
         out, lse = reference.mla_attention(t.q, t.q_rope, t.k_cache[:, :, 0], t.k_rope_cache[:, :, 0], table, **common)
-        out = out * t.v_factor
+        out = out if t.k_factor != 1 else out * t.v_factor
     else:
         v_scale = t.v_scale if t.v_factor == 1 else t.v_factor if t.v_scale is None else t.v_scale * t.v_factor
         if t.v_scale is None and t.v_factor != 1 and problem.kv_scales == "page":
@@ -469,14 +500,12 @@ def _describe(
     batch: Batch, num_q_heads: int, num_kv_heads: int, head_dim: int, head_dim_v: int | None, q_dtype: torch.dtype,
     kv_dtype: torch.dtype | None, kv_layout: str, causal: bool, window: Window | None, soft_cap: float | None, alibi: bool, sinks: bool,
     mask: str | None, variant: Any, kv_scales: str | None, rotation: int | None, batch_invariant: bool, deterministic: bool, backend: str,
+    bounds: GraphBounds | None = None,
 ) -> PagedAttentionProblem:
     """Check the plan's arguments."""
     dv = head_dim if head_dim_v is None else head_dim_v
-    for name, size in (("head_dim", head_dim), ("head_dim_v", dv)):
-        if size % 8 or not 8 <= size <= 512:
-            raise ShapeError(f"{name}: got {size}, expected a multiple of 8 from 8 to 512 (for MLA caches of 576: plan_mla)")
-    if num_kv_heads < 1 or num_q_heads < 0 or num_q_heads % num_kv_heads:
-        raise ShapeError(f"got num_q_heads={num_q_heads} and num_kv_heads={num_kv_heads}, expected a multiple")
+    check_sizes(num_q_heads, num_kv_heads, head_dim, dv)
+    check_flags(causal=causal, alibi=alibi, sinks=sinks, batch_invariant=batch_invariant, deterministic=deterministic)
     kv_dtype = q_dtype if kv_dtype is None else kv_dtype
     if q_dtype != kv_dtype and kv_dtype not in _FP8:
         raise DtypeError(f"got q_dtype {q_dtype} and kv_dtype {kv_dtype}, expected one dtype, or an fp8 cache")
@@ -485,14 +514,13 @@ def _describe(
         check_option(name, got, legal)
     if kv_scales is not None and kv_dtype not in _FP8:
         raise DtypeError(f"kv_scales: got {kv_scales!r} with a {kv_dtype} cache, expected an fp8 one; leave kv_scales out")
-    if soft_cap is not None and not soft_cap >= 0:
-        raise SettingsError(f"soft_cap: got {soft_cap}, expected a positive number, or None or 0 for no cap")
+    check_soft_cap(soft_cap)
     return PagedAttentionProblem(
-        **size_classes(batch)._asdict(), num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, head_dim_v=dv,
-        q_dtype=dtype_name(q_dtype), kv_dtype=dtype_name(kv_dtype), kv_layout=kv_layout, causal=bool(causal),
-        window=check_window(window), soft_cap=bool(soft_cap), alibi=bool(alibi), sinks=bool(sinks), mask=mask,
-        variant=trace_or_name(variant, backend), kv_scales=kv_scales, rotation=rotation is not None, deterministic=deterministic,
-        batch_invariant=batch_invariant,
+        **size_classes(batch, bounds)._asdict(), num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, head_dim_v=dv,
+        q_dtype=dtype_name(q_dtype), kv_dtype=dtype_name(kv_dtype), kv_layout=kv_layout, causal=causal,
+        window=check_window(window), soft_cap=bool(soft_cap), alibi=alibi, sinks=sinks, mask=mask,
+        variant=trace_or_name(variant, backend, sinks=sinks), kv_scales=kv_scales, rotation=rotation is not None,
+        deterministic=deterministic, batch_invariant=batch_invariant,
     )
 
 
@@ -513,11 +541,15 @@ class SizeClasses(NamedTuple):
     one_page: bool
 
 
-def size_classes(batch: Batch) -> SizeClasses:
-    """Counts are rounded up to powers of two, so that few plans need a decision of their own."""
+def size_classes(batch: Batch, bounds: GraphBounds | None = None) -> SizeClasses:
+    """Counts are rounded up to powers of two, so that few plans need a decision of their own.
+
+    What is compiled in must hold for every update within ``bounds``.
+    """
     table, blocks = batch.table, batch.table.block_tables
+    one_page = table.one_page and (bounds is None or bounds.max_seq_k <= table.page_size)
     return SizeClasses(_class(batch.size), _class(batch.rows), _class(batch.max_q), _class(batch.keys), table.page_size,
-                       "csr" if blocks is None else "blocks", blocks is not None and blocks.shape[1] == 1)
+                       "csr" if blocks is None else "blocks", one_page)
 
 
 def _class(count: int | None) -> Any:
@@ -530,6 +562,7 @@ def query_starts(q_lens: Lengths | None, cu_seqlens_q: Lengths | None, batch: in
         raise ShapeError("got q_lens and cu_seqlens_q, expected one of them")
     if cu_seqlens_q is not None:
         name, starts = "cu_seqlens_q", index_values("cu_seqlens_q", cu_seqlens_q)
+        starts = starts.clone() if starts is cu_seqlens_q else starts  # kept for updates: the caller's may change
     elif q_lens is not None:
         lengths = index_values("q_lens", q_lens)
         name, starts = "q_lens", _starts_of(lengths)
@@ -567,10 +600,3 @@ def _with_arguments(variant: Any, arguments: Mapping[str, Any] | None) -> Any:
                             f"{', '.join([*variant.tensors, *variant.scalars]) or 'an empty list'}")
     tensors, scalars = ({n: arguments.get(n, v) for n, v in values.items()} for values in (variant.tensors, variant.scalars))
     return replace(variant, tensors=tensors, scalars=scalars)
-
-
-def _check_alibi(slopes: torch.Tensor, batch: int, heads: int) -> None:
-    if slopes.dtype != torch.float32:
-        raise DtypeError(f"alibi_slopes: got {slopes.dtype}, expected float32")
-    if tuple(slopes.shape) not in ((heads,), (batch, heads)):
-        raise ShapeError(f"alibi_slopes: got shape {shape_text(slopes)}, expected (Hq) = ({heads},) or (B, Hq) = ({batch}, {heads})")

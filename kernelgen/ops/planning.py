@@ -188,14 +188,15 @@ def make_arrays(batch: Batch, shape: Shape, device: torch.device) -> PlanArrays:
 def make_bounded_arrays(batch: int, bounds: GraphBounds, max_pages: int, shape: Shape, device: torch.device) -> PlanArrays:
     """Arrays with room for anything within the bounds, all requests empty; :func:`refill` writes a batch into them."""
     division = shape.division or _NO_DIVISION
-    buffer = torch.zeros(4 * batch + 3, dtype=torch.int32, device=device)
     tiles = -(-bounds.max_q_tokens * shape.group_size // division.block_rows) + batch
     items = item_bound(tiles, bounds.max_seq_k, division)
     rows = partial_rows(items, shape)
     split = shape.division is not None and bounds.max_seq_k > (division.fixed_chunk or division.min_chunk)
     partial = workspace(rows, shape, device) if split else None
-    mask = torch.zeros(batch + 1, dtype=torch.int64, device=device) if shape.mask else None
-    pages = torch.zeros(bounds.max_pages or max_pages, dtype=torch.int32, device=device)
+    with torch.inference_mode(False):  # an update outside of it writes here too
+        buffer = torch.zeros(4 * batch + 3, dtype=torch.int32, device=device)
+        mask = torch.zeros(batch + 1, dtype=torch.int64, device=device) if shape.mask else None
+        pages = torch.zeros(bounds.max_pages or max_pages, dtype=torch.int32, device=device)
     return PlanArrays.make(buffer, batch, pages, mask, partial, rows, items)
 
 
@@ -237,11 +238,21 @@ def check_pages(arrays: PlanArrays, page_size: int, num_pages: int) -> None:
             raise ShapeError(f"page table: request {b}, slot {bad[0]} holds page {int(used[bad[0]])}, expected 0 .. {num_pages - 1}")
 
 
+def mask_entries(batch: Batch) -> int:
+    """sum(Sq_b * Sk_b) of a batch on the host."""
+    assert batch.kv_lens is not None
+    return int((np.asarray(batch.q_lens, np.int64) * batch.kv_lens).sum())
+
+
 def check_mask(mask: torch.Tensor, mask_indptr: torch.Tensor) -> None:
-    """The size of a ragged mask, under KERNELGEN_CHECK=1: it waits for the device. Raises ShapeError."""
+    """The size of a ragged mask; on a device it waits for that. Raises ShapeError."""
     total = int(mask_indptr[-1])
+    if tuple(mask.shape) != (-(-total // 8) if mask.dtype == torch.uint8 else total,):
+        raise mask_size_error(mask, total)
+
+
+def mask_size_error(mask: torch.Tensor, total: int) -> ShapeError:
     packed = mask.dtype == torch.uint8
     expected = -(-total // 8) if packed else total
-    if tuple(mask.shape) != (expected,):
-        form = f"ceil({total} / 8) bytes of packed bits" if packed else "sum(Sq_b * Sk_b) values"
-        raise ShapeError(f"mask: got shape {tuple(mask.shape)}, expected ({expected},): {form}")
+    form = f"ceil({total} / 8) bytes of packed bits" if packed else "sum(Sq_b * Sk_b) values"
+    return ShapeError(f"mask: got shape {tuple(mask.shape)}, expected ({expected},): {form}")

@@ -13,6 +13,7 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DtypeError, SettingsError, ShapeError
+from kernelgen.guard import address_of, check_flags, check_required, needs_torch, watched
 from kernelgen.ops.checks import check_last_contiguous, check_output, check_same_dtype, check_tensors, number, shape_text
 from kernelgen.ops.memo import layout_of, new_memo, remember
 from kernelgen.problems.cache_ops import RopeProblem, Rotation
@@ -34,7 +35,7 @@ def rope(
 
     The first ``rotary_dim`` entries rotate (default: all, or the cache's width): pairs (i, i + rotary_dim / 2), or
     (2i, 2i + 1) if ``interleaved``. Angles come from ``theta`` and ``scaling`` (keys of a Hugging Face rope_scaling:
-    "linear", "llama3") in float64, or from ``cos_sin_cache`` (positions, rotary_dim), cosines then sines. Computed in
+    "linear", "llama3", "default") in float64, or from ``cos_sin_cache`` (positions, rotary_dim), cosines then sines. Computed in
     float32 (float64 for float64 tensors), rounded once. ``inplace``: q and k are overwritten and returned.
 
     A position outside the cache gives NaN, and under KERNELGEN_CHECK=1 a ShapeError. Frequencies are put on the device
@@ -42,10 +43,12 @@ def rope(
 
     Raises ShapeError, DtypeError, DeviceError, LayoutError, SettingsError, NoBackendError.
     """
+    check_required(q=q, k=k, positions=positions)
+    check_flags(interleaved=interleaved, inplace=inplace)
     if type(theta) is not float:
         theta = number("theta", theta)  # part of the key by value
-    grad = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in (q, k))
-    key = (
+    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
+    key = None if watched() else (
         layout_of(q), layout_of(k), layout_of(positions), optional_layout(cos_sin_cache), theta, rotary_dim, interleaved,
         frozen_scaling(scaling), inplace, backend, grad, settings().check,
     )
@@ -56,8 +59,8 @@ def rope(
     if settings().check:
         check_positions(positions, cos_sin_cache)
     decision, run = prepare(problem, target_of(q.device), backend, tensors)
-    copied = any(a.data_ptr() != b.data_ptr() for a, b in ((tensors.q, q), (tensors.k, k), (tensors.positions, positions)))
-    if not (copied or settings().check) and decision.chosen is not None and decision.chosen.backend == "generated":
+    copied = any(address_of(a) != address_of(b) for a, b in ((tensors.q, q), (tensors.k, k), (tensors.positions, positions)))
+    if not (key is None or copied or settings().check) and decision.chosen is not None and decision.chosen.backend == "generated":
         remember(_calls, key, _prepared(tensors, run, inplace))
     result = run(tensors)
     new_q, new_k = result if result is not None else (tensors.q_out, tensors.k_out)
@@ -117,7 +120,7 @@ def optional_layout(t: Any) -> Hashable:
 
 def frozen_scaling(scaling: Mapping[str, Any] | None) -> Hashable:
     """The entries of a rope_scaling as something that can be a key."""
-    return None if scaling is None else tuple(sorted((name, str(value)) for name, value in scaling.items()))
+    return tuple(sorted((name, str(value)) for name, value in scaling.items())) if isinstance(scaling, Mapping) else str(scaling)
 
 
 def check_positions(positions: torch.Tensor, cos_sin_cache: torch.Tensor | None) -> None:
@@ -155,6 +158,8 @@ def describe_rotation(
 
 def _frequency_table(rotary_dim: int, theta: float, scaling: Mapping[str, Any] | None, device: torch.device) -> torch.Tensor:
     """(rotary_dim / 2) float64 on the device, kept: the copy there would be a sync, and cannot be captured."""
+    if watched():  # a fake or a wrapped tensor is of no use to the next call
+        return reference.rope_frequencies(rotary_dim, theta, scaling).to(device)
     key = (rotary_dim, theta, frozen_scaling(scaling), device)
     table = _frequencies.get(key)
     if table is None:
@@ -185,8 +190,8 @@ def _describe(
     if inplace:
         check_output("q", q, tuple(q.shape), q.dtype, q.device)
         check_output("k", k, tuple(k.shape), k.dtype, k.device)
-    rotation, angles = describe_rotation(q.shape[-1], q.device, theta, cos_sin_cache, rotary_dim, interleaved, scaling)
-    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
+    rotation, angles = describe_rotation(int(q.shape[-1]), q.device, theta, cos_sin_cache, rotary_dim, interleaved, scaling)
+    grad = needs_torch(q, k)
     folded = (q, k, positions) if grad else _fold(q, k, positions)  # the oracle takes any form; its graph stays plain
     in_place = bool(inplace) and folded is not None and not grad
     if folded is None:  # more than two strides among the leading dimensions: a copy has one

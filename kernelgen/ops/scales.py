@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 
 from kernelgen.errors import DeviceError, DtypeError, ShapeError
-from kernelgen.ops.checks import shape_text
+from kernelgen.ops.checks import number, shape_text
 
 Scale = torch.Tensor | float
 
 
-def _number(scale: Scale | None) -> float | None:
-    return 1.0 if scale is None else None if isinstance(scale, torch.Tensor) else float(scale)
+def _number(name: str, scale: Scale | None) -> float | None:
+    return 1.0 if scale is None else None if isinstance(scale, torch.Tensor) else number(name, scale)
 
 
 def split_numbers(q_scale: Scale | None, k_scale: Scale | None, v_scale: Scale | None) -> tuple[float, float, tuple[bool, bool, bool]]:
     """(factor of the logits, factor of the output, which scales are tensors)."""
-    q, k, v = _number(q_scale), _number(k_scale), _number(v_scale)
+    q, k, v = _number("q_scale", q_scale), _number("k_scale", k_scale), _number("v_scale", v_scale)
     return (1.0 if q is None else q) * (1.0 if k is None else k), 1.0 if v is None else v, (q is None, k is None, v is None)
 
 

@@ -31,6 +31,8 @@ def sdpa(
                number, which stands for it) is taken as bool. Any other bias, and every float mask on a GPU, where looking
                would be a device sync, goes to torch's operator.
 
+    Head dims of 0 and above 512 go to torch's operator too.
+
     A row that may attend to nothing gives 0, where torch's kernels differ (0, NaN, or the mean of the values). Dropout is
     an error. Gradients go through a backend that has them. Raises ShapeError, DtypeError, DeviceError, SettingsError.
     """
@@ -38,7 +40,7 @@ def sdpa(
     if dropout_p > 0:
         raise SettingsError(f"dropout_p: got {dropout_p}, expected 0: kernelgen has no dropout; call model.eval() or set it to 0")
     if attn_mask is not None and is_causal:
-        raise SettingsError("got attn_mask and is_causal=True, expected one of them, as torch does; merge the two masks")
+        raise SettingsError("got attn_mask and is_causal=True, expected one of them, as torch documents; merge the two masks")
     if query.is_nested or key.is_nested or value.is_nested:
         raise LayoutError("got a nested tensor, expected dense ones; kernelgen.attention_varlen takes packed tokens with cu_seqlens")
     if attn_mask is not None and attn_mask.dtype != torch.bool:
@@ -49,6 +51,8 @@ def sdpa(
     for name, t in (("query", query), ("key", key), ("value", value)):
         if t.dim() < 2:
             raise ShapeError(f"{name}: got shape {shape_text(t)}, expected at least (tokens, head dim)")
+    if not _fits_kernels(query, key, value):
+        return _torch_sdpa(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
     rank = max(query.dim(), key.dim(), value.dim())
     if rank == 2:
         query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
@@ -90,7 +94,7 @@ def under_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def readable(t: torch.Tensor) -> torch.Tensor:
     """The tensor itself where kernels can read it; else a copy, its last dimension padded with zeros to a multiple of 8."""
     if t.shape[-1] % 8:
-        return F.pad(t, (0, -t.shape[-1] % 8))
+        t = F.pad(t, (0, -t.shape[-1] % 8))  # keeps the order of the strides, so the last dimension may still be strided
     return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
@@ -100,6 +104,12 @@ def as_bool_mask(mask: torch.Tensor) -> torch.Tensor | None:
         return None
     hidden = mask <= torch.finfo(mask.dtype).min
     return ~hidden if bool(((mask == 0) | hidden).all()) else None
+
+
+def _fits_kernels(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Head dims that :func:`kernelgen.attention` has, and heads at all."""
+    heads = all(t.dim() == 2 or t.shape[-3] for t in (query, key, value))
+    return heads and 0 < query.shape[-1] <= 512 and 0 < value.shape[-1] <= 512
 
 
 def _top_left(is_causal: bool, rows: int, keys: int) -> dict[str, Any]:

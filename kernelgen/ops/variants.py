@@ -6,26 +6,36 @@ from typing import Any
 
 import torch
 
-from kernelgen.errors import SettingsError, VariantError
+from kernelgen.errors import DtypeError, SettingsError, VariantError
 
 
-def trace_or_name(variant: Any, backend: str, return_lse: bool = False) -> Any:
+def trace_or_name(variant: Any, backend: str, *, return_lse: bool = False, sinks: bool = False) -> Any:
     """The traced variant, which kernels compile in; None for none. The eager oracle alone also takes what cannot be traced: its name.
 
-    Raises VariantError for a function that cannot be traced, SettingsError for an LSE of a variant without softmax.
+    Raises VariantError for a function that cannot be traced, SettingsError for sinks or an LSE beside a variant without softmax.
     """
     if variant is None:
         return None
     from kernelgen.variants import trace
 
-    if return_lse and getattr(variant, "normalization", "softmax") == "none":
-        raise SettingsError("return_lse: got True with a variant of normalization 'none', expected False: without a softmax there is none")
+    if not all(hasattr(variant, field) for field in ("score", "mask", "tensors", "scalars")):
+        raise DtypeError(f"variant: got {type(variant).__name__}, expected one made by kernelgen.variant or kernelgen.variants")
+    if sinks and getattr(variant, "normalization", "softmax") == "none":
+        raise SettingsError("sinks: got some with a variant of normalization 'none', expected none: a sink is a term of the softmax")
+    if return_lse:
+        check_has_lse(variant)
     try:
         return trace(variant)
     except VariantError:
         if backend != "reference":
             raise
         return str(getattr(variant, "name", None) or "custom")
+
+
+def check_has_lse(variant: Any) -> None:
+    """Raise SettingsError for a variant without softmax, where the LSE is asked for."""
+    if getattr(variant, "normalization", "softmax") == "none":
+        raise SettingsError("return_lse: got True with a variant of normalization 'none', expected False: without a softmax there is none")
 
 
 def bind_words(variant: Any, traced: Any, device: torch.device) -> torch.Tensor | None:

@@ -59,6 +59,11 @@ class AttentionProblem:
         return self.num_q_heads // self.num_kv_heads if self.num_kv_heads else 0
 
     @property
+    def softmax(self) -> bool:
+        """False where the scores of a variant are the weights themselves: no sinks, no LSE."""
+        return getattr(self.variant, "normalization", "softmax") == "softmax"
+
+    @property
     def windowed(self) -> bool:
         return self.window != (None, None)
 

@@ -77,6 +77,11 @@ class PagedAttentionProblem:
         return "contiguous" if self.one_page else "pow2" if self.page_size & (self.page_size - 1) == 0 else "any"
 
     @property
+    def softmax(self) -> bool:
+        """False where the scores of a variant are the weights themselves: no sinks, no LSE."""
+        return getattr(self.variant, "normalization", "softmax") == "softmax"
+
+    @property
     def windowed(self) -> bool:
         return self.window != (None, None)
 

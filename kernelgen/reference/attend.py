@@ -7,6 +7,7 @@ keys in use, and get ``out (B, Sq, Hq, Dv)`` and ``lse (B, Hq, Sq)`` back.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,9 @@ from kernelgen.reference.masks import (
 
 # Logits per block; bounds the memory of one step to about half a gigabyte in float64, temporaries included.
 BLOCK_ELEMENTS = 1 << 23
+
+# Of queries and keys; a test of kernels on tensor cores puts in its place how those add up (kernelgen/testing/gemm.py).
+product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul
 
 
 @dataclass(frozen=True)
@@ -155,7 +159,7 @@ def _attend_block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rule
 
     # Query heads that share a key head are rows of one product: head h belongs to key head h // group.
     q = q.transpose(1, 2).reshape(*folded, head_dim)
-    scores = (q @ k.transpose(2, 3)).view(batch, num_heads, rows, kv_size) * rules.scale
+    scores = product(q, k.transpose(2, 3)).view(batch, num_heads, rows, kv_size) * rules.scale
     if rules.soft_cap is not None:
         scores = rules.soft_cap * torch.tanh(scores / rules.soft_cap)
     if rules.alibi_slopes is not None:

@@ -26,18 +26,22 @@ def rope_frequencies(rotary_dim: int, theta: float = 10000.0,
                      scaling: Mapping[str, Any] | None = None) -> torch.Tensor:
     """Angle per position of each pair, ``theta ** (-2 i / rotary_dim)``, float64 ``(rotary_dim / 2)``.
 
-    ``scaling`` has the keys of a Hugging Face ``rope_scaling`` entry. "linear" divides every frequency by ``factor``.
-    "llama3" (Llama 3.1): with wavelength w = 2 pi / f and L = original_max_position_embeddings, frequencies with
-    w > L / low_freq_factor are divided by ``factor``, those with w < L / high_freq_factor are kept, and between them
-    ``s = (L / w - low) / (high - low)`` blends ``(1 - s) * f / factor + s * f``.
+    ``scaling`` has the keys of a Hugging Face ``rope_scaling`` entry. "default" changes nothing. "linear" divides every
+    frequency by ``factor``. "llama3" (Llama 3.1): with wavelength w = 2 pi / f and L = original_max_position_embeddings,
+    frequencies with w > L / low_freq_factor are divided by ``factor``, those with w < L / high_freq_factor are kept, and
+    between them ``s = (L / w - low) / (high - low)`` blends ``(1 - s) * f / factor + s * f``.
     """
     if rotary_dim < 2 or rotary_dim % 2:
         raise ShapeError(f"rotary_dim: got {rotary_dim}, expected an even number of at least 2")
     freq = theta ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
     if scaling is None:
         return freq
-    kind = scaling.get("rope_type", "llama3")
-    check_option("scaling rope_type", kind, ("llama3", "linear"))
+    if not isinstance(scaling, Mapping):
+        raise SettingsError(f"scaling: got {scaling!r}, expected a mapping with the keys of a Hugging Face rope_scaling")
+    kind = scaling.get("rope_type", scaling.get("type", "llama3"))  # "type" in older configs
+    check_option("scaling rope_type", kind, ("llama3", "linear", "default"))
+    if kind == "default":
+        return freq
     missing = [key for key in (LLAMA3_KEYS if kind == "llama3" else LLAMA3_KEYS[:1]) if key not in scaling]
     if missing:
         raise SettingsError(f"scaling: got {dict(scaling)!r}, expected also {', '.join(missing)} for {kind!r}")

@@ -45,12 +45,15 @@ class Planned:
     mask: str | None = None
     variant: Any = None          # what a problem carries: code(), str(), and ``reference`` for the oracle
     kv_scales: str | None = None
+    k_factor: float = 1.0  # MLA with rope_dtype: the scale of the latent part as a number
     q_scale: bool = False
     kv_layout: str = "NHD"
     one_page: bool = False
     rope_dim: int = 0
+    rope_dtype: str = ""  # of a rope part beside an fp8 latent part, "" for the same
     scale: float | None = None
     poison: tuple[float, ...] = ()  # values put into some values, keys get NaN
+    value_scale: float = 1.0
 
     @property
     def seed(self) -> int:
@@ -62,8 +65,14 @@ class Planned:
             len(self.q_lens), sum(self.q_lens), max(self.q_lens, default=0), sum(self.kv_lens), hq, hkv, d, dv, self.pages_of,
             self.dtype, self.kv_dtype or self.dtype, kv_layout=self.kv_layout, causal=self.causal, window=self.window,
             soft_cap=self.soft_cap is not None, alibi=self.alibi, sinks=self.sinks, mask=self.mask, variant=self.variant,
-            kv_scales=self.kv_scales, q_scale=self.q_scale, one_page=self.one_page, rope_dim=self.rope_dim, return_lse=True,
+            kv_scales=self.kv_scales, q_scale=self.q_scale, one_page=self.one_page, rope_dim=self.rope_dim,
+            rope_dtype=self.rope_dtype, return_lse=self.softmax,
             alignment=alignment)
+
+    @property
+    def softmax(self) -> bool:
+        """False for a variant without one, which has no LSE either."""
+        return getattr(self.variant, "normalization", "softmax") == "softmax"
 
     @property
     def pages_of(self) -> int:
@@ -122,6 +131,9 @@ def _given(p: Planned, pages: int, device: str) -> tuple[dict[str, Any], dict[st
     if p.rope_dim:  # one scale serves keys and values, which are the latent part of the keys
         asked.pop("v_scale", None)
         fields |= {"v_scale": fields["k_scale"]} if p.kv_scales else {}
+        if p.k_factor != 1.0:
+            fields |= {"k_factor": p.k_factor, "v_factor": p.k_factor}
+            asked["k_scale"] = p.k_factor
     else:
         asked |= {"window": p.window if p.window != (None, None) else None, "soft_cap": p.soft_cap}
     if DTYPES[p.dtype].torch in FP8_DTYPES:
@@ -136,7 +148,11 @@ def _keys(p: Planned, device: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     keys = []
     for b, n in enumerate(p.kv_lens):
         k, v = (random_tensor((n, p.heads[1], width), wide, seed=p.seed + 17 * b + i, device=device) for i, width in ((1, d), (2, dv)))
-        keys.append((k, k[..., :dv] if p.rope_dim else v))
+        keys.append((k, k[..., :dv] if p.rope_dim else v * p.value_scale))
+    if p.rope_dtype:  # the second cache is that of the rope parts
+        keys = [(k, random_tensor((k.shape[0], 1, p.rope_dim), DTYPES[p.rope_dtype].torch, seed=p.seed + 17 * b + 3, device=device))
+                for b, (k, _) in enumerate(keys)]
+        return [(k.to(kv_type), rope) for k, rope in keys]
     if p.poison and kv_type not in FP8_DTYPES:
         _poisoned(p, keys)
     return [(k.to(kv_type), v.to(kv_type)) for k, v in keys]
@@ -169,7 +185,7 @@ def run_planned(
     arrays = make_arrays(read_batch(table, cu_seqlens(p.q_lens)), shape, torch.device(device))
     if p.rope_dim:
         latent = d - p.rope_dim
-        fields |= {"q_rope": q[..., latent:], "k_rope_cache": k_cache[..., latent:]}
+        fields |= {"q_rope": q[..., latent:], "k_rope_cache": v_cache if p.rope_dtype else k_cache[..., latent:]}
         operands = (q[..., :latent], k_cache[..., :latent], k_cache[..., :latent])
     else:
         operands = (q, k_cache, v_cache)
@@ -179,7 +195,8 @@ def run_planned(
         for partial in (arrays.partial_out, arrays.partial_lse):
             if partial is not None:
                 poison_(partial)
-        out, lse = poisoned_empty((rows, hq, dv), out_type, device), poisoned_empty((rows, hq), torch.float32, device)
+        out = poisoned_empty((rows, hq, dv), out_type, device)
+        lse = poisoned_empty((rows, hq), torch.float32, device) if p.softmax else None
         t = change(PagedTensors(*operands, arrays, out, lse, **fields))
         family.bind(problem, config, load(family.spec(problem, target, config)), t)(t)
         results.append(t)
@@ -195,11 +212,14 @@ def run_planned(
     else:
         asked["kv_layout"] = p.kv_layout
     starts = cu_seqlens(p.q_lens)
-    plain = plain_call(*given, cu_seqlens_q=starts, **asked)
+    # Weights that the type of P cannot hold: the plain evaluation takes them in a unit that it can.
+    unit = getattr(p.variant, "unit", 1.0)
+    asked_plain = asked | ({"variant": p.variant.reference(device, unit)} if unit != 1.0 else {})
+    plain = plain_call(*given, cu_seqlens_q=starts, **asked_plain)
     asked.pop("p_dtype", None)
     exact = exact_call(*given, cu_seqlens_q=starts, **asked)
     t = results[1]
-    assert t.lse is not None
-    assert_attention_close(t.out, exact[0], plain[0].to(out_type), what=what, seed=p.seed)
-    assert_lse_close(t.lse, exact[1], plain[1].float(), what=what, seed=p.seed)
+    assert_attention_close(t.out, exact[0], (plain[0].float() * unit).to(out_type), what=what, seed=p.seed)
+    if t.lse is not None:
+        assert_lse_close(t.lse, exact[1], plain[1].float(), what=what, seed=p.seed)
     return t

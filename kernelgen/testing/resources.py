@@ -28,7 +28,12 @@ def compiled(specs: Iterable[KernelSpec]) -> dict[str, dict[str, Any]]:
 
 
 def covered(family: KernelFamily, target: Target) -> list[KernelSpec]:
-    """Specs of everything in the family's coverage(), with the chooser's config where it names none that fits the target."""
+    """Specs of everything in the family's coverage(), with the chooser's config where it names none that fits the target.
+
+    None where the family is written for other GPUs.
+    """
+    if family.capabilities and target.capability not in family.capabilities:
+        return []
     specs = []
     for problem, config in family.coverage():
         assert family.supports(problem, target), problem

@@ -169,14 +169,16 @@ def test_c23_scales_of_any_other_form_are_refused() -> None:
     wanted = kernelgen.gemm(a, b, scale_a=one, scale_b=one, backend="reference")
     for good in (one, one.reshape(1)):
         for backend in ("auto", "generated", "reference"):
-            assert_bits_equal(kernelgen.gemm(a, b, scale_a=good, scale_b=one, backend=backend), wanted, what=f"{tuple(good.shape)} {backend}")
+            got = kernelgen.gemm(a, b, scale_a=good, scale_b=one, backend=backend)
+            assert_bits_equal(got, wanted, what=f"{tuple(good.shape)} {backend}")
     rows = torch.full((2, 4, 1), 0.5)
     assert_bits_equal(kernelgen.gemm(a, b, scale_a=rows, scale_b=one, backend="generated"), wanted, what="a scale for each row")
     for bad, error, words in (
         (one.half(), DtypeError, "scale_a: got torch.float16"), (one.double(), DtypeError, "scale_a: got torch.float64"),
         (0.5, DtypeError, "scale_a: got float"), (one.to("meta"), DeviceError, "scale_a is on meta"),
-        (torch.full((2, 1, 1), 0.5), ShapeError, r"scale_a: got shape \(2, 1, 1\)"), (torch.full((4,), 0.5), ShapeError, "scale_a: got shape"),
-        (torch.full((2,), 0.5), ShapeError, "scale_a: got shape"), (torch.empty(0), ShapeError, "scale_a: got shape"),
+        (torch.full((2, 1, 1), 0.5), ShapeError, r"scale_a: got shape \(2, 1, 1\)"),
+        (torch.full((4,), 0.5), ShapeError, "scale_a: got shape"), (torch.full((2,), 0.5), ShapeError, "scale_a: got shape"),
+        (torch.empty(0), ShapeError, "scale_a: got shape"),
         (torch.full((3, 4, 1), 0.5), ShapeError, "scale_a: got shape"),
     ):
         for backend in ("auto", "generated", "reference"):

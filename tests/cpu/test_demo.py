@@ -38,7 +38,9 @@ def test_every_row_is_within_its_tolerance(tmp_path: Path) -> None:
     assert all(row.ok for row in rows), [row.message for row in rows]
     assert all(0 <= row.error <= row.tolerance and row.warm_us > 0 for row in rows)
     by_op = {row.op: row for row in rows}
-    assert by_op["gemm, generated"].backend.startswith("generated gemm/")
+    for op, family in (("attention prefill", "attention/prefill"), ("attention ragged", "attention/prefill"),
+                       ("attention decode, paged", "attention/paged"), ("gemm, generated", "gemm/")):
+        assert by_op[op].backend.startswith(f"generated {family}")
     assert by_op["moe"].backend == "reference" and "no generated kernel for moe" in by_op["moe"].why
     text = console.export_text()
     assert "seed 3" in text and "attention[b=1 hq=4" in text and "cache folder" in text

@@ -180,3 +180,64 @@ def test_hidden_nan_stays_hidden_through_torch() -> None:
         out = kernelgen.attention(Q, k, k, backend="torch", **given)
         wanted = kernelgen.attention(Q, k, k, backend="reference", **given)
         torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
+
+
+# Ops around a cache
+
+
+P = torch.arange(30)
+
+
+def test_rope_and_merge_go_through_torch_where_it_watches() -> None:
+    """Fake tensors, traces and transforms: a kernel would read address 0, or write past what is recorded."""
+    states, lses = torch.randn(2, 30, 2, 64), torch.randn(2, 30, 2)
+    with FakeTensorMode():
+        fake = torch.empty(30, 2, 64)
+        assert kernelgen.rope(fake, fake, torch.arange(30))[0].shape == fake.shape
+        assert kernelgen.merge_states(torch.empty(2, 30, 2, 64), torch.empty(2, 30, 2))[1].shape == (30, 2)
+    calls: list[tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = [
+        (lambda x: kernelgen.rope(x, x, P, theta=77.0)[0], (Q[0],)), (lambda o, s: kernelgen.merge_states(o, s)[0], (states, lses))]
+    for call, given in calls:
+        traced = make_fx(call)(*given)
+        other = tuple(torch.randn_like(t) for t in given)
+        torch.testing.assert_close(traced(*other), call(*other))
+        torch.testing.assert_close(torch.vmap(call)(*(torch.stack([t, t]) for t in other))[1], call(*other))
+
+
+def test_appends_are_refused_where_torch_watches() -> None:
+    x, slots = torch.randn(1, 2, 8), torch.tensor([3])
+    cache, latent, ckv, k_rope = torch.zeros(4, 2, 4, 2, 8), torch.zeros(4, 4, 24), torch.randn(1, 16), torch.randn(1, 8)
+    calls: list[Callable[[], Any]] = [
+        lambda: kernelgen.append_kv(cache, x, x, slot_mapping=slots),
+        lambda: kernelgen.append_mla(latent, None, ckv, k_rope, slot_mapping=slots),
+        lambda: kernelgen.rope_append_kv(x, x, x, cache, positions=slots, slot_mapping=slots)]
+    for call in calls:
+        call()
+        with FakeTensorMode(), pytest.raises(NoBackendError, match="inside a dispatch mode"):
+            call()
+    with FakeTensorMode() as fake:
+        x = fake.from_tensor(x)
+    with pytest.raises(NoBackendError, match="append: got a FakeTensor"):
+        kernelgen.append_kv(cache, x, x, slot_mapping=slots)
+
+
+@pytest.mark.parametrize(("call", "error", "words"), [
+    (lambda: kernelgen.rope(None, Q[0], P), DtypeError, "q: got None"),
+    (lambda: kernelgen.rope(Q[0], Q[0], P, interleaved="no"), SettingsError, "interleaved: got 'no'"),
+    (lambda: kernelgen.rope(Q[0], Q[0], P, scaling="llama3"), SettingsError, "scaling: got 'llama3', expected a mapping"),
+    (lambda: kernelgen.rope(Q[0], Q[0], P, scaling={"type": "yarn"}), SettingsError, "rope_type: got 'yarn'"),
+    (lambda: kernelgen.merge_states(None, None), DtypeError, "outs: got None"),
+    (lambda: kernelgen.append_kv(torch.zeros(4, 2, 4, 2, 8), None, None, slot_mapping=P[:1]), DtypeError, "k: got None"),
+    (lambda: kernelgen.append_mla(torch.zeros(4, 4, 24), None, torch.ones(1, 16), torch.ones(1, 8), slot_mapping=P[:1], k_scale=2.0),
+     DtypeError, "k_scale: got one for a cache of torch.float32"),
+])
+def test_wrong_values_around_a_cache(call: Callable[[], Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_scalings_of_older_and_plain_configs() -> None:
+    """"type" was the key of rope_scaling before "rope_type"; "default" scales nothing."""
+    want = kernelgen.rope(Q[0], Q[0], P)[0]
+    torch.testing.assert_close(kernelgen.rope(Q[0], Q[0], 2 * P, scaling={"type": "linear", "factor": 2.0})[0], want)
+    torch.testing.assert_close(kernelgen.rope(Q[0], Q[0], P, scaling={"rope_type": "default"})[0], want)

@@ -146,6 +146,21 @@ def test_rows_without_keys_and_empty_tensors_give_zeros() -> None:
     assert kernelgen.sdpa(q[:0], k[:0], v[:0]).shape == (0, 2, 4, 16)
 
 
+@pytest.mark.parametrize(("dim", "dim_v"), [(12, 20), (5, 16), (16, 3)])
+def test_sdpa_pads_transposed_tensors(dim: int, dim_v: int) -> None:
+    """Padding keeps the order of strides: a column-major operand has to be copied once more."""
+    shapes = [(2, 3, 7, dim), (2, 3, 9, dim), (2, 3, 9, dim_v)]
+    tensors = [random_tensor(s, seed=dim + i).mT.contiguous().mT for i, s in enumerate(shapes)]
+    for given in (tensors, [t.contiguous() for t in tensors]):
+        torch.testing.assert_close(kernelgen.sdpa(*given), torch_sdpa(*given))
+
+
+@pytest.mark.parametrize(("heads", "dim", "dim_v"), [(2, 520, 520), (2, 16, 520), (2, 0, 16), (2, 16, 0), (0, 16, 16)])
+def test_sdpa_of_head_dims_that_have_no_kernel(heads: int, dim: int, dim_v: int) -> None:
+    q, k, v = torch.randn(2, heads, 3, dim), torch.randn(2, heads, 5, dim), torch.randn(2, heads, 5, dim_v)
+    torch.testing.assert_close(kernelgen.sdpa(q, k, v, is_causal=True), torch_sdpa(q, k, v, is_causal=True))
+
+
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"attn_mask": "bool"}, {"attn_mask": "bias"}])
 def test_sdpa_has_gradients(options: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(5)

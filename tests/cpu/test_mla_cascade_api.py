@@ -48,6 +48,26 @@ def test_mla_plan(combined: bool) -> None:
     assert "mla rope=16" in str(plan) and kernelgen.explain("mla", c["table"], num_heads=HEADS).chosen is not None
 
 
+@pytest.mark.parametrize("backend", ["generated", "reference"])
+@pytest.mark.parametrize(("q_dtype", "kv_dtype"), [(torch.float32, torch.float8_e4m3fn), (torch.bfloat16, torch.float8_e5m2),
+                                                   (torch.float8_e5m2, torch.float8_e4m3fn)])
+@pytest.mark.parametrize("k_scale", [None, 0.6, torch.tensor(0.6)], ids=str)
+def test_a_rope_part_of_another_type(k_scale: Any, q_dtype: torch.dtype, kv_dtype: torch.dtype, backend: str) -> None:
+    """Scales are of the fp8 parts of the cache, of which the rope part may be none."""
+    c = mla_case(torch.float32)
+    nope, rope = c["q"][..., :LATENT].to(q_dtype), c["q"][..., LATENT:].to(q_dtype)
+    ckv, k_rope = c["cache"][..., :LATENT].to(kv_dtype), c["cache"][..., LATENT:].to(q_dtype)
+    plan = kernelgen.plan_mla(c["table"], num_heads=HEADS, q_lens=c["q_lens"], q_dtype=q_dtype, kv_dtype=kv_dtype, scale=0.17,
+                              kv_scales=None if k_scale is None else "tensor", head_dim_latent=LATENT, head_dim_rope=ROPE, backend=backend)
+    given = (nope, rope, ckv, k_rope, c["table"])
+    features: dict[str, Any] = {"scale": 0.17, "q_lens": c["q_lens"], "k_scale": k_scale}
+    exact = reference.mla_attention(*given, **features)
+    plain = mla_attention_plain(*given, **features, **({"p_dtype": torch.bfloat16} if q_dtype == torch.float8_e5m2 else {}))
+    out = plan.run(nope, rope, ckv, k_rope, k_scale=k_scale)
+    assert isinstance(out, torch.Tensor) and isinstance(exact, torch.Tensor) and isinstance(plain, torch.Tensor)
+    assert_close_to_reference(out, exact, plain, what=f"{q_dtype} {kv_dtype} {k_scale}", tile_dim=-3)
+
+
 def test_mla_errors() -> None:
     c = mla_case()
     common: dict[str, Any] = dict(num_heads=HEADS, q_dtype=torch.bfloat16, scale=0.17, head_dim_latent=LATENT, head_dim_rope=ROPE)

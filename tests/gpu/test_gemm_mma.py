@@ -9,7 +9,7 @@ import torch
 
 import kernelgen
 from kernelgen import build
-from kernelgen.kernels.gemm import gemm_mma
+from kernelgen.kernels.gemm import gemm_mma, mma_configs
 from kernelgen.kernels.gemm.gemm_mma import Config
 from kernelgen.problems.common import alignment_of
 from kernelgen.problems.gemm import GemmProblem
@@ -43,7 +43,7 @@ def test_depths(k: int) -> None:
         check_gemm(a, b, seed=k, what=f"m={m} k={k}", out_dtype=out_dtype, bias=bias)
 
 
-@pytest.mark.parametrize("config", [m.config for m in gemm_mma._MEASURED], ids=str)
+@pytest.mark.parametrize("config", [m.config for m in mma_configs.MEASURED], ids=str)
 def test_every_config(config: Config) -> None:
     target = target_of(CUDA)
     for order in ("rc", "cr"):

@@ -118,7 +118,8 @@ def cases(peer: torch.dtype) -> list[tuple[str, float, Callable[[], Calls]]]:
                          lambda s=sizes, d=kind: grouped(s, 1024, 1024, d, peer if d == BF16 else d)))
     for recipe in ("tensor", "row", "block_1x128"):
         for activation in (None, "swiglu"):
-            made.append((f"quantize {recipe} {activation or 'plain'} 512x4096", 0.0, lambda r=recipe, a=activation: quantize(512, 4096, r, a)))
+            made.append((f"quantize {recipe} {activation or 'plain'} 512x4096", 0.0,
+                         lambda r=recipe, a=activation: quantize(512, 4096, r, a)))
     return made
 
 

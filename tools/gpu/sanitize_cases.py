@@ -27,7 +27,9 @@ SEED = 4711
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def attention(dtype: str, q_len: int, k_len: int, heads: int, kv_heads: int, dim: int, **features: Any) -> Callable[..., None]:
+def attention(
+    dtype: str, q_len: int, k_len: int, heads: int, kv_heads: int, dim: int, kv_lens: tuple[int, int] | None = None, **features: Any,
+) -> Callable[..., None]:
     """One dense call; more queries than keys leaves rows that see nothing."""
 
     def run(device: str, check: bool) -> None:
@@ -35,9 +37,10 @@ def attention(dtype: str, q_len: int, k_len: int, heads: int, kv_heads: int, dim
         cpu = [random_tensor(s, DTYPES[dtype], seed=SEED + i) for i, s in enumerate(shapes)]
         q, k, v = (t.to(device) for t in cpu)
         out = poisoned_empty(q.shape, q.dtype, device)
-        kernelgen.attention(q, k, v, out=out, backend="generated", **features)
+        lens = {} if kv_lens is None else {"kv_lens": torch.tensor(kv_lens, dtype=torch.int32)}
+        kernelgen.attention(q, k, v, out=out, backend="generated", **features, **{name: t.to(device) for name, t in lens.items()})
         if check:
-            exact, plain = reference.attention(*cpu, **features), reference.attention_plain(*cpu, **features)
+            exact, plain = reference.attention(*cpu, **features, **lens), reference.attention_plain(*cpu, **features, **lens)
             assert_close_to_reference(out, exact, plain, what="attention", tile_dim=-3, seed=SEED)
 
     return run
@@ -83,6 +86,8 @@ CASES: dict[str, Callable[..., None]] = {
     "attention-d256-causal": attention("bf16", 65, 193, 1, 1, 256, causal=True),
     "attention-d80-window": attention("bf16", 97, 161, 2, 1, 80, causal=True, window=(37, 0)),
     "attention-one-row": attention("bf16", 1, 333, 8, 1, 64),
+    "attention-split": attention("bf16", 1, 1001, 8, 2, 64),
+    "attention-split-lens": attention("bf16", 3, 1333, 4, 1, 128, (1290, 70), causal=True),
     "gemm-even": gemm("bf16", 256, 256, 128),
     "gemm-odd": gemm("bf16", 129, 72, 200),
     "gemm-row-major": gemm("fp16", 65, 136, 96, weight=False),

@@ -35,8 +35,9 @@ PARAMS = ParamStruct((
     ("v_scale_batch", "i64"), ("v_scale_head", "i64"),
     ("q_rope_row", "i64"), ("q_rope_head", "i64"), ("k_rope_page", "i64"), ("k_rope_row", "i64"),
     ("batch", "i64"), ("seq_q", "i64"), ("seq_k", "i64"), ("num_kv_heads", "i64"), ("group_size", "i64"),
-    ("task_rows", "i64"), ("page_size", "i64"), ("page_shift", "i64"), ("window_left", "i64"), ("window_right", "i64"),
-    ("scale", "f64"), ("soft_cap", "f64"), ("v_factor", "f64"),
+    ("task_rows", "i64"), ("page_size", "i64"), ("page_shift", "i64"),
+    ("split_chunk", "i64"), ("splits", "i64"), ("slots", "i64"), ("min_chunk", "i64"), ("window_left", "i64"), ("window_right", "i64"),
+    ("scale", "f64"), ("soft_cap", "f64"), ("v_factor", "f64"), ("k_factor", "f64"),
 ))
 NO_SCALARS: dict[str, int | float] = dict.fromkeys(PARAMS.scalars, 0)
 
@@ -90,6 +91,7 @@ class Features:
     variant: Any
     scales: str
     lse: bool
+    rope_dtype: str = ""  # of the rope part of the keys, "" for the same
 
     @property
     def words(self) -> list[str]:
@@ -100,7 +102,8 @@ class Features:
         if self.out_dtype != ("bf16" if self.q_dtype in FP8_DTYPES else self.q_dtype):
             dtypes.append(f"to_{self.out_dtype}")
         dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}_{self.head_dim_v}"
-        flags = (("rope", self.rope_dim), ("left", self.left), ("right", self.right), ("cap", self.soft_cap), ("alibi", self.alibi),
+        rope = f"rope_{self.rope_dtype}" if self.rope_dtype else "rope"
+        flags = ((rope, self.rope_dim), ("left", self.left), ("right", self.right), ("cap", self.soft_cap), ("alibi", self.alibi),
                  ("sinks", self.sinks), (f"mask_{self.mask[1:].lower()}", self.mask != "kNone"),
                  (str(self.variant), self.variant is not None), (f"scales_{self.scales[1:].lower()}", self.scales != "kNone"),
                  ("lse", self.lse))
@@ -115,6 +118,7 @@ class Features:
         """The template's parameters of struct CommonOptions and of the scratch assertions."""
         return dict(
             query=DTYPES[self.q_dtype].cpp, key_value=DTYPES[self.kv_dtype].cpp, output=DTYPES[self.out_dtype].cpp,
+            rope=DTYPES[self.rope_dtype or self.kv_dtype].cpp,
             head_dim=self.head_dim, head_dim_v=self.head_dim_v, rope_dim=self.rope_dim, bounded_left=self.left,
             bounded_right=self.right, soft_cap=self.soft_cap, alibi=self.alibi, sinks=self.sinks, lse=self.lse, mask=self.mask,
             scales=self.scales, variant_code=self.variant_code, block_k=block_k,
@@ -197,7 +201,8 @@ def common_checks(kernel: str, problem: Any, target: Target, out_dtype: str, mas
          f"{p.num_q_heads} query heads are not a multiple of {p.num_kv_heads} key/value heads"),
         (p.mask in masks, f"mask={p.mask} is not one of {', '.join(map(str, masks))}"),
         (not isinstance(p.variant, str), f"variant {p.variant} cannot be traced"),
-        (getattr(p.variant, "normalization", "softmax") == "softmax", f"variant {p.variant} has no softmax"),
+        (p.softmax or not p.return_lse, f"variant {p.variant} has no softmax and therefore no LSE"),
+        (p.softmax or not p.sinks, f"variant {p.variant} has no softmax that sinks could be a term of"),
     ]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -77,13 +77,17 @@ class Config:
         """Value columns that one block owns, padded to the 16 of an ldmatrix."""
         return round_up(-(-head_dim_v // self.value_splits), 16)
 
-    def shared_memory(self, head_dim: int, head_dim_v: int, *, fp8: bool = False, page_scales: bool = False) -> int:
-        """Dynamic shared memory in bytes: AttentionShape::kSharedBytes of mma_shape.cuh."""
+    def shared_memory(
+        self, head_dim: int, head_dim_v: int, *, fp8: bool = False, page_scales: bool = False, plain_rope: int = 0,
+    ) -> int:
+        """Dynamic shared memory in bytes: AttentionShape::kSharedBytes of mma_shape.cuh. plain_rope: columns, see there."""
         depth, columns = round_up(head_dim, 16), self.value_columns(head_dim_v)
+        key_depth = round_up(head_dim - plain_rope, 16)
         slots = 1 if fp8 else self.stages
-        group = _tile_bytes(self.block_q, depth) + slots * (_tile_bytes(self.block_k, depth) + _tile_bytes(self.block_k, columns))
-        group += self.stages * self.block_k * (depth + columns) if fp8 else 0
+        group = _tile_bytes(self.block_q, depth) + slots * (_tile_bytes(self.block_k, key_depth) + _tile_bytes(self.block_k, columns))
+        group += self.stages * self.block_k * (key_depth + columns) if fp8 else 0
         group += (self.stages + 1) * 2 * self.block_k * 4 if page_scales else 0
+        group += (self.stages + 1) * _tile_bytes(self.block_k, round_up(plain_rope, 16)) if plain_rope else 0
         row_tiles = self.block_q // self.warps // 16
         exchange = (self.key_warps - 1) * (row_tiles * columns // 2 + 4 * row_tiles) * 32 * 4
         return max(self.key_warps * group, _tile_bytes(self.block_q, columns), exchange)
@@ -97,9 +101,26 @@ class Config:
         return output + scores + queries + _OTHER_REGISTERS
 
 
+def plain_rope(problem: Problem) -> int:
+    """Columns of a rope part in the type of the products beside an fp8 latent part; 0 for none."""
+    if not isinstance(problem, PagedAttentionProblem) or problem.rope_dtype in ("", problem.kv_dtype):
+        return 0
+    return problem.rope_dim
+
+
 def shared_memory_of(problem: Problem, config: Config) -> int:
+    """Dynamic shared memory of a launch."""
     page_scales = isinstance(problem, PagedAttentionProblem) and problem.kv_scales == "page"
-    return config.shared_memory(problem.head_dim, problem.head_dim_v, fp8=problem.kv_dtype in FP8, page_scales=page_scales)
+    return config.shared_memory(problem.head_dim, problem.head_dim_v, fp8=problem.kv_dtype in FP8, page_scales=page_scales,
+                                plain_rope=plain_rope(problem))
+
+
+def shared_memory_bound(problem: Problem, config: Config) -> int:
+    """What a config is chosen by: the most for either type of a rope part, which only the run of a plan knows."""
+    if not isinstance(problem, PagedAttentionProblem) or problem.rope_dim == 0 or problem.kv_dtype not in FP8:
+        return shared_memory_of(problem, config)
+    kinds = ("", problem.q_dtype) if problem.q_dtype in HALVES else ("",)
+    return max(shared_memory_of(replace(problem, rope_dtype=kind), config) for kind in kinds)
 
 
 def element_of(problem: Problem) -> str:
@@ -120,14 +141,15 @@ def supports_common(problem: Problem) -> Verdict:
          f"{p.num_q_heads} query heads are not a multiple of {p.num_kv_heads} key/value heads"),
         (p.alignment >= (1 if p.kv_dtype in FP8 else 2), f"alignment {p.alignment} is below an element's bytes"),
         (p.variant is None or hasattr(p.variant, "code"), f"variant {p.variant} is not traced"),
-        (getattr(p.variant, "normalization", "softmax") == "softmax", f"variant {p.variant} has no softmax"),
+        (p.softmax or not p.return_lse, f"variant {p.variant} has no softmax and therefore no LSE"),
+        (p.softmax or not p.sinks, f"variant {p.variant} has no softmax that sinks could be a term of"),
     )
 
 
 def legal_common(problem: Problem, shared_limit: int, config: Config, target: Any) -> Verdict:
     """Does the config fit the problem and the target: divisibility, registers, shared memory?"""
     c, p = config, problem
-    shared = shared_memory_of(p, c)
+    shared = shared_memory_bound(p, c)
     limit = min(MAX_REGISTERS, REGISTERS_PER_SM // (c.threads * c.blocks_per_sm))
     registers = c.registers(p.head_dim, p.head_dim_v)
     return first_no(
@@ -148,7 +170,8 @@ def options(problem: Problem, config: Config, **layout: Any) -> dict[str, Any]:
     page_scales = isinstance(p, PagedAttentionProblem) and p.kv_scales == "page"
     values: dict[str, Any] = {
         "element": element_of(p), "query_element": p.q_dtype, "key_element": p.kv_dtype,
-        "head_dim": p.head_dim, "head_dim_v": p.head_dim_v, "rope_dim": 0, "ragged": False, "kv_lens": False,
+        "head_dim": p.head_dim, "head_dim_v": p.head_dim_v, "rope_dim": 0, "plain_rope": plain_rope(p) > 0,
+        "ragged": False, "kv_lens": False, "flat_grid": False,
         "bounded_left": p.window[0] is not None, "bounded_right": p.causal or p.window[1] is not None,
         "soft_cap": p.soft_cap, "lse": p.return_lse, "alibi": p.alibi, "sinks": p.sinks, "scales": scaled(p),
         "page_scales": page_scales, "mask_form": MASK_FORMS[p.mask],
@@ -178,9 +201,10 @@ def words_of(parameters: dict[str, Any], config: Config) -> list[str]:
     types += [f"to_{v['out_element']}"] if v["out_element"] != v["element"] else []
     dims = f"d{v['head_dim']}" if v["head_dim"] == v["head_dim_v"] else f"d{v['head_dim']}_{v['head_dim_v']}"
     flags = (("left", "bounded_left"), ("right", "bounded_right"), ("cap", "soft_cap"), ("ragged", "ragged"), ("kvlens", "kv_lens"),
-             ("lse", "lse"), ("alibi", "alibi"), ("sinks", "sinks"), ("scales", "scales"), ("pagescales", "page_scales"))
+             ("lse", "lse"), ("flatgrid", "flat_grid"), ("alibi", "alibi"), ("sinks", "sinks"), ("scales", "scales"),
+             ("pagescales", "page_scales"))
     words = [*types, dims, *(word for word, name in flags if v[name])]
-    words += [f"rope{v['rope_dim']}"] if v["rope_dim"] else []
+    words += [f"{'plain' if v['plain_rope'] else ''}rope{v['rope_dim']}"] if v["rope_dim"] else []
     words += [form for form, name in MASK_FORMS.items() if form and name == v["mask_form"]]
     # Two variants have two names; the text itself is a parameter.
     words += [f"variant{zlib.crc32(v['variant_code'].encode()):08x}"] if v["variant_code"] else []

@@ -29,6 +29,7 @@ from kernelgen.kernels.attention.body_cpu import (
 )
 from kernelgen.kernels.attention.schedule import Division
 from kernelgen.kernels.base import KernelFamily
+from kernelgen.problems.attention import AttentionProblem
 from kernelgen.problems.paged import PagedAttentionProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
@@ -49,7 +50,7 @@ def features_of(problem: PagedAttentionProblem) -> Features:
     return Features(
         p.q_dtype, p.kv_dtype, out_dtype_of(p), p.head_dim, p.head_dim_v, p.rope_dim, left=p.window[0] is not None,
         right=p.causal or p.window[1] is not None, soft_cap=p.soft_cap, alibi=p.alibi, sinks=p.sinks, mask=PAGED_MASKS[p.mask],
-        variant=p.variant, scales=scales, lse=p.return_lse,
+        variant=p.variant, scales=scales, lse=p.return_lse, rope_dtype=p.rope_dtype if p.rope_dtype != p.kv_dtype else "",
     )
 
 
@@ -61,7 +62,8 @@ def supports(problem: PagedAttentionProblem, target: Target) -> Verdict:
         (p.rope_dim == 0 or (p.num_kv_heads == 1 and p.rope_dim % 8 == 0 and p.head_dim == p.head_dim_v + p.rope_dim),
          f"rope_dim {p.rope_dim} needs one latent head and head_dim = head_dim_v + rope_dim, got {p.num_kv_heads} heads and "
          f"head dims {p.head_dim}/{p.head_dim_v}"),
-        (p.rope_dtype in ("", p.kv_dtype), f"the rope part of the cache is {p.rope_dtype}, the latent part {p.kv_dtype}"),
+        (p.rope_dtype in ("", p.kv_dtype) or (p.rope_dtype == p.q_dtype and p.kv_dtype in FP8_DTYPES),
+         f"the rope part of the cache is {p.rope_dtype}, expected the latent part's {p.kv_dtype}, or q's {p.q_dtype} beside an fp8 one"),
     )
 
 
@@ -96,8 +98,8 @@ def _panels(problem: PagedAttentionProblem, target: Target, panel: int) -> int:
     return enough[0] if enough else useful[-1]
 
 
-def division(problem: PagedAttentionProblem, target: Target, config: Config) -> Division:
-    """How a plan cuts its batch into items.
+def division(problem: AttentionProblem | PagedAttentionProblem, target: Target, config: Config) -> Division:
+    """How a batch is cut into items.
 
     float64 has no second stage: partial results are float32.
     """
@@ -137,10 +139,11 @@ def _scalars(problem: PagedAttentionProblem, config: Config, t: PagedTensors) ->
     # Positions and windows are below 2^31: sums of both stay within int64, and an unbounded side sees everything.
     left, right = ((1 << 40) if side is None else min(side, 1 << 40) for side in p.window)
     return values | {
-        "batch": t.arrays.batch, "num_kv_heads": p.num_kv_heads, "group_size": p.group_size, "task_rows": config.block_rows,
+        "batch": t.arrays.batch, "seq_q": t.q.shape[0], "num_kv_heads": p.num_kv_heads, "group_size": p.group_size,
+        "task_rows": config.block_rows,
         "page_size": p.page_size, "page_shift": p.page_size.bit_length() - 1, "window_left": left,
         "window_right": min(right, 0) if p.causal else right, "scale": float(t.scale), "soft_cap": float(t.soft_cap or 0.0),
-        "v_factor": float(t.v_factor),
+        "v_factor": float(t.v_factor), "k_factor": float(t.k_factor),
     }
 
 
@@ -204,6 +207,8 @@ def coverage() -> Iterable[tuple[PagedAttentionProblem, Config | None]]:
     yield replace(base, q_dtype="e5m2", kv_dtype="e4m3", kv_scales="head", q_scale=True, mask="packed", causal=False), None
     yield replace(base, q_dtype="fp64", kv_dtype="fp64", head_dim=72, head_dim_v=40, mask="dense"), None
     yield replace(base, num_q_heads=16, num_kv_heads=1, head_dim=576, head_dim_v=512, rope_dim=64, page_size=64), None
+    yield replace(base, num_q_heads=16, num_kv_heads=1, kv_dtype="e4m3", kv_scales="page", head_dim=576, head_dim_v=512, rope_dim=64,
+                  rope_dtype="bf16", page_size=64), None
 
 
 FAMILY = KernelFamily(

@@ -18,12 +18,15 @@ from kernelgen.kernels.attention.mma import (
     HALVES,
     REGISTERS_PER_SM,
     Config,
+    Problem,
     address,
     legal_common,
     logit_scalars,
     options,
+    plain_rope,
     round_up,
     scaled,
+    shared_memory_bound,
     shared_memory_of,
     supports_common,
     two_strides,
@@ -52,17 +55,17 @@ PARAMS = ParamStruct((
     ("alibi_batch", "i64"), ("alibi_head", "i64"),
     ("q_scale_batch", "i64"), ("q_scale_head", "i64"), ("k_scale_batch", "i64"), ("k_scale_head", "i64"),
     ("v_scale_batch", "i64"), ("v_scale_head", "i64"),
-    ("batch", "i32"), ("num_q_heads", "i32"), ("num_kv_heads", "i32"), ("group_size", "i32"),
+    ("batch", "i32"), ("num_q_heads", "i32"), ("num_kv_heads", "i32"), ("group_size", "i32"), ("q_rows", "i32"),
     ("page_size", "i32"), ("page_shift", "i32"),
     ("window_left", "i32"), ("window_right", "i32"), ("q_keep", "i32"), ("q_flip", "i32"),
-    ("logit_scale", "f32"), ("cap_scale", "f32"), ("v_factor", "f32"),
+    ("logit_scale", "f32"), ("cap_scale", "f32"), ("v_factor", "f32"), ("k_factor", "f32"),
 ))
 ENTRY, MERGE_ENTRY = "attention_paged_mma", "attention_paged_merge"
 MERGE_THREADS = 128
 
 _MAX_POSITION = 1 << 29  # positions plus windows stay within int32
-_MAX_GRID_Y = 65535
-_MERGE_BLOCKS = 1 << 14  # of the second stage: below it every head gets a block of its own
+MAX_GRID_Y = 65535
+_MERGE_BLOCKS = 1 << 14  # of the second stage: up to it every head gets a block of its own, in y, which ends at MAX_GRID_Y
 _BLOCKS_PER_SM = 32
 # Items per place that can run one. One wave of long chunks reads a 16-bit cache at 3.9 - 4.25 TB/s, three waves at 3.6 - 4.0,
 # six at 3.1 - 3.8 (H200, 537 MB, tools/bench/results/tried/h200_decode_configs.json); of an fp8 cache, whose conversion is the limit, three
@@ -85,17 +88,20 @@ def supports(problem: PagedAttentionProblem, target: Target) -> Verdict:
         (target.kind == "cuda" and target.capability >= 80, f"paged_mma needs sm_80 or later, got {target}"),
         (bool(common := supports_common(p)), common.reason),
         (p.page_size <= _MAX_POSITION, f"page size {p.page_size} exceeds {_MAX_POSITION}"),
-        (p.num_q_heads <= _MAX_GRID_Y, f"{p.num_q_heads} query heads exceed {_MAX_GRID_Y}"),
         (p.rope_dim % 8 == 0 and 0 <= p.rope_dim < p.head_dim, f"rope_dim {p.rope_dim} is not a multiple of 8 below {p.head_dim}"),
         (p.rope_dim == 0 or p.num_kv_heads == 1, f"MLA has one latent head, got {p.num_kv_heads}"),
-        (p.rope_dtype in ("", p.kv_dtype), f"k_rope_cache of {p.rope_dtype} beside a latent cache of {p.kv_dtype}"),
+        (plain_rope(p) == 0 or (p.kv_dtype in FP8 and p.rope_dtype == p.q_dtype and p.q_dtype in HALVES),
+         f"k_rope_cache of {p.rope_dtype} beside a latent cache of {p.kv_dtype} under q of {p.q_dtype}: neither one type nor an fp8 "
+         "latent part with a 16-bit rope part of q's type"),
+        (plain_rope(p) == 0 or (p.head_dim - p.rope_dim) % 16 == 0,
+         f"latent dim {p.head_dim - p.rope_dim} is not a multiple of 16 beside a k_rope_cache of another dtype"),
         (_out_dtype(p) in HALVES if p.q_dtype in FP8 else _out_dtype(p) == p.q_dtype,
          f"out dtype {_out_dtype(p)} does not fit q dtype {p.q_dtype}"),
         (p.kv_scales != "page" or p.kv_dtype in FP8, f"page scales need an fp8 cache, got {p.kv_dtype}"),
     )
 
 
-def legal(problem: PagedAttentionProblem, target: Target, config: Config) -> Verdict:
+def legal(problem: Problem, target: Target, config: Config) -> Verdict:
     """Does the config fit the problem and the target: divisibility, registers, shared memory?"""
     return first_no(
         (CHUNK_UNIT % config.block_k == 0, f"block_k {config.block_k} does not divide the chunk's unit of {CHUNK_UNIT} keys"),
@@ -131,8 +137,8 @@ def _rows(problem: PagedAttentionProblem) -> int | None:
     return problem.max_seq_q * max(problem.group_size, 1)
 
 
-def _configs(problem: PagedAttentionProblem) -> tuple[Config, ...]:
-    rows = _rows(problem)
+def configs_for(problem: Problem, rows: int | None) -> tuple[Config, ...]:
+    """Configs for items of so many packed rows, best guess first, legal or not."""
     if rows is not None and rows <= _DECODE_ROWS:
         row: tuple[Config, ...] = DECODE if problem.kv_dtype not in FP8 else (DECODE[2], *DECODE)
     elif rows is None or rows <= _MIXED_ROWS:
@@ -141,28 +147,28 @@ def _configs(problem: PagedAttentionProblem) -> tuple[Config, ...]:
         widest = max(problem.head_dim, problem.head_dim_v)
         row = (*next(configs for limit, configs in prefill_mma.TABLE if widest <= limit), *MIXED)
     splits = 2 if problem.head_dim_v > 256 else 1
-    return tuple(replace(config, value_splits=splits) for config in row)
+    return tuple(config if config.value_splits == splits else replace(config, value_splits=splits) for config in row)
 
 
 def candidates(problem: PagedAttentionProblem, target: Target) -> Iterator[Config]:
     """Legal configs, best guess first."""
     seen = set()
-    for config in _configs(problem):
+    for config in configs_for(problem, _rows(problem)):
         if config not in seen and legal(problem, target, config):
             seen.add(config)
             yield config
 
 
-def _resident_blocks(problem: PagedAttentionProblem, target: Target, config: Config) -> int:
+def _resident_blocks(problem: Problem, target: Target, config: Config) -> int:
     """Blocks that fit on an SM, by shared memory (1 KB of each block is the system's) and registers."""
-    shared = shared_memory_of(problem, config) + 1024
+    shared = shared_memory_bound(problem, config) + 1024
     registers = round_up(config.registers(problem.head_dim, problem.head_dim_v), 8)
     blocks = min((target.shared_memory_per_block + 1024) // shared, REGISTERS_PER_SM // (config.threads * registers))
     return max(1, min(blocks, _BLOCKS_PER_SM))
 
 
-def division(problem: PagedAttentionProblem, target: Target, config: Config) -> Division:
-    """How a plan cuts a batch for this config."""
+def division(problem: Problem, target: Target, config: Config) -> Division:
+    """How a batch is cut for this config."""
     if problem.batch_invariant:
         return Division(config.block_q, 1, _MIN_CHUNK, _INVARIANT_CHUNK)
     waves = (_DECODE_WAVES_FP8 if problem.kv_dtype in FP8 else _DECODE_WAVES) if config.block_q <= _MIXED_ROWS else 1
@@ -203,14 +209,14 @@ def _scalars(problem: PagedAttentionProblem, t: PagedTensors) -> dict[str, int |
     # A window beyond every position is the same as none, and keeps the kernel's sums within int32.
     left, right = (min(side if side is not None else _MAX_POSITION, _MAX_POSITION) for side in p.window)
     values |= {"window_left": left, "window_right": 0 if p.causal else right}
-    values |= logit_scalars(p, float(t.scale), t.soft_cap) | {"v_factor": float(t.v_factor)}
+    values |= logit_scalars(p, float(t.scale), t.soft_cap) | {"v_factor": float(t.v_factor), "k_factor": float(t.k_factor)}
     # The problem's counts are rounded up: the arrays say how many requests there are.
     values |= {"batch": t.arrays.batch, "num_q_heads": p.num_q_heads, "num_kv_heads": p.num_kv_heads, "group_size": p.group_size,
-               "page_size": p.page_size, "page_shift": p.page_size.bit_length() - 1}
+               "q_rows": t.q.shape[0], "page_size": p.page_size, "page_shift": p.page_size.bit_length() - 1}
     return values
 
 
-def _merge_grid(problem: PagedAttentionProblem, rows: int) -> tuple[int, int, int]:
+def merge_grid(problem: Problem, rows: int) -> tuple[int, int, int]:
     """(query rows, heads): a block each, or one block for all heads of a row where that gives enough blocks."""
     return (rows, problem.num_q_heads if rows * problem.num_q_heads <= _MERGE_BLOCKS else 1, 1)
 
@@ -227,14 +233,14 @@ def bind(problem: PagedAttentionProblem, config: Config, kernel: Any, tensors: P
     pack = PARAMS.pointer_packer.pack
     shared, block = shared_memory_of(problem, config), (config.threads, 1, 1)
     parts = problem.num_kv_heads * config.value_splits
-    merge_grid = _merge_grid(problem, tensors.q.shape[0])
+    grid = merge_grid(problem, tensors.q.shape[0])
     launches: dict[int, Callable[[bytes], None]] = {}
     has_lse = problem.return_lse
 
     @cache
     def merge() -> Callable[[bytes], None]:
         """The second stage, loaded when a call first splits."""
-        launch: Callable[[bytes], None] = kernel.entry(MERGE_ENTRY).prepare(device, grid=merge_grid, block=(MERGE_THREADS, 1, 1))
+        launch: Callable[[bytes], None] = kernel.entry(MERGE_ENTRY).prepare(device, grid=grid, block=(MERGE_THREADS, 1, 1))
         return launch
 
     def launch_of(items: int) -> Callable[[bytes], None]:
@@ -283,6 +289,8 @@ def coverage() -> Iterable[tuple[PagedAttentionProblem, Config | None]]:
     mla = replace(decode, num_q_heads=128, num_kv_heads=1, head_dim=576, head_dim_v=512, rope_dim=64)
     yield mla, None
     yield replace(mla, num_q_heads=16, head_dim=80, head_dim_v=64, rope_dim=16, kv_dtype="e4m3", page_size=1, return_lse=True), None
+    yield replace(mla, kv_dtype="e4m3", rope_dtype="bf16", kv_scales="request_head", return_lse=True), None
+    yield replace(mla, q_dtype="fp16", kv_dtype="e5m2", rope_dtype="fp16", kv_scales="page", max_seq_q=None), None
 
 
 FAMILY = KernelFamily(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernelgen import build
-from kernelgen.errors import SettingsError
+from kernelgen.errors import SettingsError, ShapeError
 from kernelgen.kernels.attention.schedule import item_bound
 from kernelgen.launch.cuda import CudaKernel
 from kernelgen.params import ParamStruct
@@ -66,6 +66,9 @@ def plan_on_device(
                             "cuda_graph_bounds with max_q_tokens; the number of query rows sizes the launch")
     if arrays is None:
         arrays = _make_arrays(batch, max_rows, max_keys, pages, shape, device)
+    elif pages.shape[0] > arrays.pages.shape[0]:
+        raise ShapeError(f"got {pages.shape[0]} page numbers, expected at most the {arrays.pages.shape[0]} of the plan's "
+                         "cuda_graph_bounds; make a new plan")
     elif arrays.pages.data_ptr() != pages.data_ptr():
         arrays.pages[: pages.shape[0]].copy_(pages)
     _fill(batch, shape, device, arrays, max_rows, max_keys)

@@ -48,11 +48,16 @@ def features_of(problem: AttentionProblem) -> Features:
 
 def supports(problem: AttentionProblem, target: Target) -> Verdict:
     """Can this kernel run the problem on the target at all?"""
+    return supports_named(problem, target, "prefill_cpu")
+
+
+def supports_named(problem: AttentionProblem, target: Target, name: str) -> Verdict:
+    """What the body asks of a dense or ragged call; ``name``: whose verdict it becomes."""
     p = problem
     return first_no(
-        *common_checks("prefill_cpu", p, target, p.out_dtype, DENSE_MASKS),
-        (not p.block_mask, "block_mask is not in prefill_cpu"),
-        (not p.requires_grad, "requires_grad: prefill_cpu has no backward"),
+        *common_checks(name, p, target, p.out_dtype, DENSE_MASKS),
+        (not p.block_mask, f"block_mask is not in {name}"),
+        (not p.requires_grad, f"requires_grad: {name} has no backward"),
     )
 
 
@@ -95,7 +100,7 @@ def _num_tasks(problem: AttentionProblem, config: Config) -> int:
     return -(-rows // config.block_rows) * problem.batch * problem.num_kv_heads
 
 
-def _scalars(problem: AttentionProblem, config: Config, t: AttentionTensors) -> dict[str, int | float]:
+def scalars_of(problem: AttentionProblem, config: Config, t: AttentionTensors) -> dict[str, int | float]:
     """Everything of Params that is fixed by shapes, strides and scalars."""
     values = dict(NO_SCALARS)
     for name, tensor in (("q", t.q), ("k", t.k), ("v", t.v), ("out", t.out)):
@@ -133,8 +138,17 @@ def bind(
     """
     launch = kernel.prepare(phases=((0, _num_tasks(problem, config)),),
                             scratch_bytes=scratch_bytes(features_of(problem), kernel.spec.target, config))
-    tail = PARAMS.pack_scalars(_scalars(problem, config, tensors))
-    pack = PARAMS.pointer_packer.pack
+    tail = PARAMS.pack_scalars(scalars_of(problem, config, tensors))
+    pack, gather = PARAMS.pointer_packer.pack, gather_addresses(problem)
+
+    def run(t: AttentionTensors) -> None:
+        launch(pack(*gather(t), 0, 0) + tail)
+
+    return run
+
+
+def gather_addresses(problem: AttentionProblem) -> Callable[[AttentionTensors], list[int]]:
+    """What reads the addresses of a call, in the order of Params, without the two of partial results, which come last."""
     ragged, scaled = problem.layout == "ragged", problem.scales is not None
     rest = (
         address(lambda t: t.lse, problem.return_lse), address(lambda t: t.cu_seqlens_q, ragged),
@@ -144,12 +158,12 @@ def bind(
         address(lambda t: t.q_scale, scaled), address(lambda t: t.k_scale, scaled), address(lambda t: t.v_scale, scaled),
         address(lambda t: t.variant_words, problem.variant is not None),
     )
-    plans_only = (0,) * (len(PARAMS.pointers) - 4 - len(rest))
+    plans_only = (0,) * (len(PARAMS.pointers) - 2 - 4 - len(rest))
 
-    def run(t: AttentionTensors) -> None:
-        launch(pack(t.q.data_ptr(), t.k.data_ptr(), t.v.data_ptr(), t.out.data_ptr(), *[of(t) for of in rest], *plans_only) + tail)
+    def gather(t: AttentionTensors) -> list[int]:
+        return [t.q.data_ptr(), t.k.data_ptr(), t.v.data_ptr(), t.out.data_ptr(), *[of(t) for of in rest], *plans_only]
 
-    return run
+    return gather
 
 
 def coverage() -> Iterable[tuple[AttentionProblem, Config | None]]:

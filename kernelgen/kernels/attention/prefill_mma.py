@@ -53,27 +53,33 @@ PARAMS = ParamStruct((
     ("v_scale_batch", "i64"), ("v_scale_head", "i64"),
     ("seq_q", "i32"), ("seq_k", "i32"), ("batch", "i32"), ("group_size", "i32"),
     ("window_left", "i32"), ("window_right", "i32"), ("q_keep", "i32"), ("q_flip", "i32"),
-    ("logit_scale", "f32"), ("cap_scale", "f32"), ("v_factor", "f32"),
+    ("logit_scale", "f32"), ("cap_scale", "f32"), ("v_factor", "f32"), ("grid_tiles", "i32"), ("grid_parts", "i32"),
 ))
 ENTRY = "attention_prefill_mma"
 
-_MAX_TOKENS = 1 << 29  # positions plus window and lengths stay within int32
-_MAX_GRID_YZ = 65535
+MAX_TOKENS = 1 << 29  # positions plus window and lengths stay within int32
+_MAX_GRID_X, _MAX_GRID_YZ = 2**31 - 1, 65535
 
 
 def supports(problem: AttentionProblem, target: Target) -> Verdict:
     """Can this kernel run the problem on the target at all?"""
     p = problem
+    return first_no(
+        (bool(unplanned := supports_unplanned(p, target, "prefill_mma")), unplanned.reason),
+    )
+
+
+def supports_unplanned(problem: AttentionProblem, target: Target, name: str) -> Verdict:
+    """What every kernel with mma.sync asks of a dense or ragged call; ``name``: whose verdict it becomes."""
+    p = problem
     out_fits = p.out_dtype in HALVES if p.q_dtype in FP8 else p.out_dtype == p.q_dtype
     return first_no(
-        (target.kind == "cuda" and target.capability >= 80, f"prefill_mma needs sm_80 or later, got {target}"),
+        (target.kind == "cuda" and target.capability >= 80, f"{name} needs sm_80 or later, got {target}"),
         (bool(common := supports_common(p)), common.reason),
         (out_fits, f"out dtype {p.out_dtype} does not fit q dtype {p.q_dtype}"),
-        (max(p.seq_q, p.seq_k) <= _MAX_TOKENS, f"sequence of {max(p.seq_q, p.seq_k)} tokens exceeds {_MAX_TOKENS}"),
-        (p.layout == "ragged" or p.batch <= _MAX_GRID_YZ, f"batch {p.batch} exceeds the {_MAX_GRID_YZ} of a dense grid"),
-        (p.num_q_heads <= _MAX_GRID_YZ // 4, f"{p.num_q_heads} query heads exceed {_MAX_GRID_YZ // 4}"),
-        (not p.block_mask, "block_mask is not in prefill_mma"),
-        (not p.requires_grad, "requires_grad: prefill_mma has no backward"),
+        (max(p.seq_q, p.seq_k) <= MAX_TOKENS, f"sequence of {max(p.seq_q, p.seq_k)} tokens exceeds {MAX_TOKENS}"),
+        (not p.block_mask, f"block_mask is not in {name}"),
+        (not p.requires_grad, f"requires_grad: {name} has no backward"),
     )
 
 
@@ -81,6 +87,9 @@ def legal(problem: AttentionProblem, target: Target, config: Config) -> Verdict:
     """Does the config fit the problem and the target: divisibility, registers, shared memory?"""
     return first_no(
         (config.key_warps == 1, f"{config.key_warps} key warps: only planned kernels split keys over warps"),
+        (math.prod(_extents(problem, config)) <= _MAX_GRID_X or not _flat_grid(problem, config),
+         f"batch {problem.batch} with {problem.num_q_heads} query heads and {problem.seq_q} rows: {math.prod(_extents(problem, config))} "
+         f"blocks, at most {_MAX_GRID_X}"),
         (bool(common := legal_common(problem, target.shared_memory_per_block, config, target)), common.reason),
     )
 
@@ -114,7 +123,7 @@ def _resident_warps(problem: AttentionProblem, target: Target, config: Config) -
 def _few_tiles(problem: AttentionProblem, target: Target, config: Config) -> bool:
     """Less than a tile per SM; where the masks make tiles uneven, less than four (measured as _SMALL)."""
     uneven = problem.causal or problem.windowed
-    return math.prod(_grid(problem, config)) < target.sm_count * (4 if uneven and problem.seq_q > config.block_q else 1)
+    return math.prod(_extents(problem, config)) < target.sm_count * (4 if uneven and problem.seq_q > config.block_q else 1)
 
 
 def _configs(problem: AttentionProblem, target: Target) -> list[Config]:
@@ -144,14 +153,15 @@ def candidates(problem: AttentionProblem, target: Target) -> Iterator[Config]:
 def spec(problem: AttentionProblem, target: Target, config: Config) -> KernelSpec:
     """The specialisation: dtype, head dims, features in use, alignment class and config; nothing that varies per call."""
     p = problem
-    parameters = options(p, config, ragged=p.layout == "ragged", kv_lens=p.kv_lens, out_element=p.out_dtype)
+    parameters = options(p, config, ragged=p.layout == "ragged", kv_lens=p.kv_lens, out_element=p.out_dtype,
+                         flat_grid=_flat_grid(p, config))
     return KernelSpec.make(
         "_".join(["attention_prefill_mma", *words_of(parameters, config)]), "attention/prefill_mma.cu.jinja", "nvrtc", parameters,
         params=PARAMS, params_type="kernelgen::PrefillMmaParams", entries=(ENTRY,), target=target,
     )
 
 
-def _grid(problem: AttentionProblem, config: Config) -> tuple[int, int, int]:
+def _extents(problem: AttentionProblem, config: Config) -> tuple[int, int, int]:
     """(query tiles, heads x value splits, requests). Ragged: a bound on the tiles of all requests, from Tq alone."""
     tiles = -(-problem.seq_q // config.block_q)
     heads = problem.num_q_heads * config.value_splits
@@ -160,7 +170,18 @@ def _grid(problem: AttentionProblem, config: Config) -> tuple[int, int, int]:
     return (tiles, heads, problem.batch)
 
 
-def _scalars(problem: AttentionProblem, t: AttentionTensors) -> dict[str, int | float]:
+def _flat_grid(problem: AttentionProblem, config: Config) -> bool:
+    """More heads or requests than a grid has in y and z: a kernel of its own takes all of them in x."""
+    return max(_extents(problem, config)[1:]) > _MAX_GRID_YZ
+
+
+def _grid(problem: AttentionProblem, config: Config) -> tuple[int, int, int]:
+    """Of the launch: the extents, or their product in one dimension."""
+    extents = _extents(problem, config)
+    return (math.prod(extents), 1, 1) if _flat_grid(problem, config) else extents
+
+
+def scalars_of(problem: AttentionProblem, t: AttentionTensors) -> dict[str, int | float]:
     """Everything of Params that is fixed by shapes, strides and scalars."""
     values: dict[str, int | float] = {}
     for name, tensor in (("q", t.q), ("k", t.k), ("v", t.v), ("out", t.out)):
@@ -190,14 +211,20 @@ def _scalars(problem: AttentionProblem, t: AttentionTensors) -> dict[str, int | 
     return values
 
 
+def check_factor(problem: AttentionProblem, t: AttentionTensors) -> None:
+    """Only the kernels of fp8 values have a factor for them."""
+    if problem.kv_dtype in HALVES and not scaled(problem) and t.v_factor != 1.0:
+        raise NoBackendError(f"v_factor: got {t.v_factor} for {problem.kv_dtype} values without scales, expected 1")
+
+
 def bind(problem: AttentionProblem, config: Config, kernel: Any, tensors: AttentionTensors) -> Callable[[AttentionTensors], None]:
     """The closure of a repeated call: packs addresses, launches."""
     device = tensors.q.device.index or 0
-    if problem.kv_dtype in HALVES and not scaled(problem) and tensors.v_factor != 1.0:
-        raise NoBackendError(f"v_factor: got {tensors.v_factor} for {problem.kv_dtype} values without scales, expected 1")
+    check_factor(problem, tensors)
     launch = kernel.prepare(device, grid=_grid(problem, config), block=(config.threads, 1, 1),
                             shared_memory=shared_memory_of(problem, config))
-    scalars = PARAMS.pack_scalars(_scalars(problem, tensors))
+    extents = dict(zip(("grid_tiles", "grid_parts"), _extents(problem, config)))
+    scalars = PARAMS.pack_scalars(scalars_of(problem, tensors) | extents)
     with_lse, ragged, with_lens = problem.return_lse, problem.layout == "ragged", problem.kv_lens
     pack_plain, pack_rare = struct.Struct(f"<{len(_PLAIN)}Q").pack, struct.Struct(f"<{len(_RARE)}Q").pack
     rare = problem.alibi or problem.sinks or problem.mask or problem.variant or scaled(problem)
@@ -234,6 +261,7 @@ def coverage() -> Iterable[tuple[AttentionProblem, Config | None]]:
     for alignment in (8, 4, 2):
         yield replace(base, head_dim=32, head_dim_v=32, alignment=alignment), None
     yield replace(base, head_dim=64, head_dim_v=64, causal=True), Config(64, 64, 4, stages=3, query_in_registers=True)
+    yield replace(base, num_q_heads=70000, num_kv_heads=70000, seq_q=100, seq_k=100, causal=True), None
     yield replace(base, alibi=True, sinks=True, causal=True, return_lse=True), None
     yield replace(base, layout="ragged", alibi=True, sinks=True, soft_cap=True, head_dim=64, head_dim_v=64), None
     yield replace(base, mask="dense", head_dim=64, head_dim_v=64), None

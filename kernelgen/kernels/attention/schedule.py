@@ -72,14 +72,21 @@ def _ramp(count: int, step: int) -> Ints:
 
 
 def _chunk(tiles: npt.NDArray[np.int64] | int, kv_lens: Ints, longest: int, keys: int | None, division: Division) -> int:
-    """A chunk such that about ``slots`` items result: the total work spread over the free places, rounded up."""
-    whole = max(_round_up(longest), CHUNK_UNIT)
-    if (tiles * len(kv_lens) if isinstance(tiles, int) else int(tiles.sum())) >= division.slots:
-        return whole  # enough items without any split
+    total = tiles * len(kv_lens) if isinstance(tiles, int) else int(tiles.sum())
+    if total >= division.slots:
+        return chunk_for(total, 0, longest, division)  # the work makes no difference
     if isinstance(tiles, int):
         work = tiles * (int(kv_lens.sum(dtype=np.int64)) if keys is None else keys)
     else:
         work = int(tiles @ kv_lens)
+    return chunk_for(total, work, longest, division)
+
+
+def chunk_for(tiles: int, work: int, longest: int, division: Division) -> int:
+    """A chunk such that about ``slots`` items result: ``work``, the sum of tiles x keys, spread over the free places, rounded up."""
+    whole = max(_round_up(longest), CHUNK_UNIT)
+    if tiles >= division.slots:
+        return whole  # enough items without any split
     return min(whole, max(_round_up(-(-work // division.slots)), division.min_chunk))
 
 

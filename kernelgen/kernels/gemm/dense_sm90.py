@@ -12,10 +12,22 @@ from typing import Any
 
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
-from kernelgen.kernels.gemm.gemm_mma import ACTIVATION_NAMES, gate_name
+from kernelgen.kernels.gemm.sm90 import (
+    MMA_ROWS,
+    POINTERS,
+    ROW_BYTES,
+    addresses,
+    depth,
+    options,
+    promotes,
+    scalars,
+    splits,
+    supports_common,
+    words,
+)
 from kernelgen.kernels.tensor_map import tensor_map
 from kernelgen.params import ParamStruct
-from kernelgen.problems.gemm import ACTIVATIONS, GemmProblem
+from kernelgen.problems.gemm import GemmProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target, target_of
 from kernelgen.tensors import GemmTensors
@@ -23,19 +35,14 @@ from kernelgen.verdicts import Verdict, first_no
 
 # struct DenseSm90Params of dense_params.cuh.
 PARAMS = ParamStruct((
-    ("a", "ptr"), ("b", "ptr"), ("out", "ptr"), ("bias", "ptr"), ("c", "ptr"), ("scale_a", "ptr"), ("scale_b", "ptr"),
-    ("c_batch", "i64"), ("c_row", "i64"), ("out_batch", "i64"), ("out_row", "i64"),
+    *((name, "ptr") for name in POINTERS), ("c_batch", "i64"), ("c_row", "i64"), ("out_batch", "i64"), ("out_row", "i64"),
+    ("scale_a_batch", "i64"), ("scale_b_batch", "i64"),
     ("m", "i32"), ("n", "i32"), ("k", "i32"), ("tiles_m", "i32"), ("tiles_n", "i32"), ("tiles", "i32"), ("batched_b", "i32"),
     ("scale_a_row", "i32"), ("scale_b_column", "i32"), ("beta", "f32"),
 ), tensor_maps=("map_a", "map_b", "map_out", "map_rest"))
 ENTRY = "gemm_dense_sm90"
 
-_HALVES, _FP8 = ("bf16", "fp16"), ("e4m3", "e5m2")
-_OUTPUTS = ("bf16", "fp16", "fp32")
-_ROW_BYTES = 128  # of a tile: kSwizzleRowBytes of smem_tile.cuh
-_MMA_ROWS = 64
-_SLABS = 2 * _MMA_ROWS * _ROW_BYTES  # of a consumer's epilogue
-_MAX_EXTENT = (1 << 31) - (1 << 10)  # tile indices past the end of m, n and k stay within int32
+_SLAB_BYTES = MMA_ROWS * ROW_BYTES
 # Accumulators that leave a consumer's 240, 232 or 160 registers room for addresses and the epilogue.
 _MAX_SUMS = {1: 200, 2: 200, 3: 112}
 
@@ -50,6 +57,8 @@ class Config:
     stages     of the ring
     cluster_m, cluster_n  blocks that share a tile of b, and of a
     band_rows  rows of cluster tiles that are walked column by column
+    pingpong   two consumers that own a tile each and take turns in multiplying
+    slabs      of 64 rows of 128 bytes per consumer, through which the output leaves
     """
 
     mma_m: int
@@ -59,14 +68,18 @@ class Config:
     cluster_m: int = 1
     cluster_n: int = 1
     band_rows: int = 8
+    pingpong: bool = False
+    slabs: int = 2
 
     def __str__(self) -> str:
         words = f"{self.block_m}x{self.block_n} g{self.consumers} s{self.stages} c{self.cluster_m}x{self.cluster_n}"
-        return words + (f" r{self.band_rows}" if self.band_rows != 8 else "")
+        words += f" r{self.band_rows}" if self.band_rows != 8 else ""
+        words += " pingpong" if self.pingpong else ""
+        return words + (f" b{self.slabs}" if self.slabs != 2 else "")
 
     @property
     def block_m(self) -> int:
-        return self.mma_m * self.consumers * _MMA_ROWS
+        return self.mma_m * (1 if self.pingpong else self.consumers) * MMA_ROWS
 
     @property
     def blocks(self) -> int:
@@ -78,51 +91,29 @@ class Config:
 
     def shared_memory(self, out_bytes: int, gated: bool) -> int:
         """Dynamic shared memory in bytes: DenseSm90::kSharedBytes of the header."""
-        slabs = self.consumers * _SLABS if self.tma_out(out_bytes, gated) else 0
-        return self.stages * (self.block_m + self.block_n) * _ROW_BYTES + slabs + -(-2 * self.stages * 8 // 128) * 128
-
-
-def _splits(problem: GemmProblem) -> bool:
-    return problem.gated and problem.gate_up != "interleaved"
-
-
-def _promotes(problem: GemmProblem) -> bool:
-    return problem.a_dtype in _FP8 and problem.accumulate == "float32"
+        slabs = self.consumers * self.slabs * _SLAB_BYTES if self.tma_out(out_bytes, gated) else 0
+        return self.stages * (self.block_m + self.block_n) * ROW_BYTES + slabs + -(-2 * self.stages * 8 // 128) * 128
 
 
 def supports(problem: GemmProblem, target: Target) -> Verdict:
     """Can this kernel run the problem on the target at all?"""
-    p = problem
-    orders = (p.a_order, p.b_order)
-    return first_no(
-        (target.kind == "cuda" and target.capability == 90, f"dense_sm90 needs sm_90a, got {target}"),
-        (p.a_dtype in _HALVES + _FP8 and p.a_dtype == p.b_dtype, f"a and b are {p.a_dtype} and {p.b_dtype}, dense_sm90 takes one 16-bit "
-                                                                  "or fp8 type"),
-        (p.a_dtype in _HALVES or orders == ("row", "col"), f"fp8 operands in orders {orders}, expected K contiguous in both"),
-        (p.out_dtype in _OUTPUTS, f"out dtype {p.out_dtype} is not one of {', '.join(_OUTPUTS)}"),
-        (p.bias_dtype in (None, *_OUTPUTS), f"bias dtype {p.bias_dtype} is not one of {', '.join(_OUTPUTS)}"),
-        (p.c_dtype in (None, *_OUTPUTS), f"c dtype {p.c_dtype} is not one of {', '.join(_OUTPUTS)}"),
-        (p.activation is None or p.activation in ACTIVATIONS, f"activation {p.activation} is not in dense_sm90"),
-        (p.scales in (None, "tensor", "row") and p.out_scale is None, f"scales={p.scales}, out_scale={p.out_scale} are not in dense_sm90"),
-        (p.weight_format is None, f"packed {p.weight_format} weights are not in dense_sm90"),
-        (max(p.m, p.n, p.k) <= _MAX_EXTENT, f"an extent of {max(p.m, p.n, p.k)} exceeds {_MAX_EXTENT}"),
-        (min(p.m, p.n, p.k, p.batch) > 0, "an extent is 0: there is nothing for TMA to load"),
-        (p.alignment == 16, f"rows are aligned to {p.alignment} bytes, TMA needs 16"),
-    )
+    return supports_common(problem, target, "dense_sm90")
 
 
 def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
     """Does the config fit the problem and the target: registers, shared memory, boxes?"""
     c = config
-    sums = c.mma_m * c.block_n // 2 * (2 if _promotes(problem) else 1)
+    sums = c.mma_m * c.block_n // 2 * (2 if promotes(problem) else 1)
     shared = c.shared_memory(DTYPES[problem.out_dtype].bytes, problem.gated)
-    boxes_b = max(c.cluster_m, 2 if _splits(problem) else 1)
-    mn_boxes = (c.block_n // _MMA_ROWS, boxes_b) if problem.b_order == "row" else (c.block_n // 8, boxes_b)
+    boxes_b = max(c.cluster_m, 2 if splits(problem) else 1)
+    mn_boxes = (c.block_n // MMA_ROWS, boxes_b) if problem.b_order == "row" else (c.block_n // 8, boxes_b)
     return first_no(
         (c.mma_m >= 1 and c.consumers in _MAX_SUMS and c.stages >= 2, f"config {c}: expected 1 to 3 consumers and 2 stages or more"),
+        (not c.pingpong or c.consumers == 2, f"config {c}: two consumers take turns"),
+        (c.slabs in (1, 2, 4), f"config {c}: 1, 2 or 4 slabs"),
         (c.cluster_m in (1, 2) and c.cluster_n in (1, 2), f"config {c}: clusters of up to 2 x 2"),
         (c.block_n % 8 == 0 and 8 <= c.block_n <= 256, f"block_n {c.block_n}: WGMMA has 8 to 256 columns in steps of 8"),
-        (problem.b_order == "col" or c.block_n % _MMA_ROWS == 0, f"block_n {c.block_n}: rows of b are loaded by 64 columns"),
+        (problem.b_order == "col" or c.block_n % MMA_ROWS == 0, f"block_n {c.block_n}: rows of b are loaded by 64 columns"),
         (mn_boxes[0] % mn_boxes[1] == 0, f"block_n {c.block_n} does not fall into {boxes_b} boxes"),
         (c.block_m // c.cluster_n <= 256, f"config {c}: a box has at most 256 rows"),
         (not problem.gated or c.block_n % 16 == 0, f"block_n {c.block_n}: a gate needs a multiple of 16"),
@@ -133,11 +124,34 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
     )
 
 
-_CONFIGS = (
-    Config(1, 2, 256, 4, 2, 1), Config(2, 2, 128, 4, 1, 2), Config(2, 2, 128, 4, 2, 1), Config(1, 2, 256, 4),
-    Config(1, 2, 192, 4, 2, 1), Config(1, 3, 176, 4), Config(1, 2, 192, 4), Config(1, 2, 128, 6, 2, 1),
-    Config(1, 2, 128, 6), Config(1, 2, 64, 8), Config(1, 1, 64, 10),
-    Config(1, 1, 128, 8), Config(1, 1, 256, 4), Config(1, 1, 32, 12), Config(1, 1, 16, 16),
+@dataclass(frozen=True)
+class _Measured:
+    """A config and what its tile took on an H200 (2026-11-30, docs/design/hopper.md), in microseconds.
+
+    step    128 bytes of K; promoted: with fp8 sums added to float32 totals at each
+    finish  what a tile takes beside its steps: the epilogue, as far as the next tile's products do not run beside it
+    """
+
+    config: Config
+    step: float
+    promoted: float | None
+    finish: float
+
+
+_BYTES_PER_US = 4.4e6  # of an H200's memory
+_MEASURED = (
+    _Measured(Config(1, 2, 256, 4), 0.688, None, 1.6),
+    _Measured(Config(2, 2, 128, 4), 0.695, None, 1.6),
+    _Measured(Config(1, 2, 224, 4), 0.596, None, 1.4),
+    _Measured(Config(1, 3, 176, 4, slabs=1), 0.710, None, 1.6),
+    _Measured(Config(1, 2, 208, 4), 0.545, None, 1.3),
+    _Measured(Config(1, 2, 192, 4), 0.511, 0.605, 1.2),
+    _Measured(Config(1, 2, 160, 5), 0.440, 0.527, 1.1),
+    _Measured(Config(2, 2, 128, 5, pingpong=True), 0.343, None, 0.1),
+    _Measured(Config(1, 2, 128, 6), 0.361, 0.437, 1.1),
+    _Measured(Config(1, 1, 128, 8), 0.213, 0.300, 0.8),
+    _Measured(Config(1, 2, 64, 8), 0.311, 0.350, 0.8),
+    _Measured(Config(1, 1, 64, 10), 0.184, 0.240, 0.6),
 )
 
 
@@ -146,43 +160,35 @@ def _tiles(problem: GemmProblem, config: Config) -> tuple[int, int]:
     return -(-problem.m // (config.block_m * config.cluster_m)), -(-problem.n // (config.block_n * config.cluster_n))
 
 
-def _cost(problem: GemmProblem, target: Target, config: Config) -> float:
-    """Products per SM with the waste of the last wave, a little more for tiles that load more than they multiply."""
-    tiles_m, tiles_n = _tiles(problem, config)
-    clusters = max(1, (target.sm_count or 132) // config.blocks)
+def _cost(problem: GemmProblem, target: Target, measured: _Measured) -> float:
+    """Estimated microseconds: waves of tiles, and no faster than memory."""
+    tiles_m, tiles_n = _tiles(problem, measured.config)
+    clusters = max(1, (target.sm_count or 132) // measured.config.blocks)
     waves = -(-tiles_m * tiles_n * problem.batch // clusters)
-    area = config.block_m * config.block_n
-    loads = (config.block_m / config.cluster_n + config.block_n / config.cluster_m) / area
-    return waves * area * (1.0 + 24.0 * loads)
+    step = measured.promoted if promotes(problem) else measured.step
+    assert step is not None
+    tiles_time = waves * (-(-problem.k // depth(problem)) * step + measured.finish)
+    p, size = problem, ROW_BYTES // depth(problem)
+    memory = p.batch * size * (p.m * p.k + p.k * p.n + p.m * p.n) / _BYTES_PER_US
+    # Where memory is the limit, less work is still the better bet.
+    return max(tiles_time, memory) + tiles_time / 10
 
 
 def candidates(problem: GemmProblem, target: Target) -> Iterator[Config]:
     """Legal configs, best guess first."""
-    fitting = [c for c in _CONFIGS if legal(problem, target, c)]
-    yield from sorted(fitting, key=lambda c: _cost(problem, target, c))
+    fitting = [m for m in _MEASURED if legal(problem, target, m.config) and not (promotes(problem) and m.promoted is None)]
+    yield from (m.config for m in sorted(fitting, key=lambda m: _cost(problem, target, m)))
 
 
 def spec(problem: GemmProblem, target: Target, config: Config) -> KernelSpec:
     """The specialisation: dtypes, orders, epilogue and config; no extents."""
-    p, c = problem, config
-    bias, addend, out_bytes = p.bias_dtype or p.out_dtype, p.c_dtype or p.out_dtype, DTYPES[p.out_dtype].bytes
-    words = [p.a_dtype, p.out_dtype, ("r" if p.a_order == "row" else "c") + ("r" if p.b_order == "row" else "c")]
-    words += [f"bias_{bias}"] if p.bias else []
-    words += [p.activation] if p.activation else []
-    words += [p.gate_up] if p.gated else []
-    words += [f"c_{addend}"] if p.accumulate_c else []
-    words += ["scales"] if p.scales else []
-    words += ["promote"] if _promotes(p) else []
-    words += str(c).split()
-    parameters: dict[str, Any] = dict(
-        element=p.a_dtype, out=DTYPES[p.out_dtype].cuda, bias_type=DTYPES[bias].cuda, c_type=DTYPES[addend].cuda,
-        activation=ACTIVATION_NAMES[p.activation], gate=gate_name(p), mma_m=c.mma_m, consumers=c.consumers, block_n=c.block_n,
-        stages=c.stages, cluster_m=c.cluster_m, cluster_n=c.cluster_n, band_rows=c.band_rows, row_a=p.a_order == "row",
-        row_b=p.b_order == "row", tma_out=c.tma_out(out_bytes, p.gated), bias=p.bias, accumulate=p.accumulate_c,
-        scales=p.scales is not None, promote=_promotes(p), shared_memory=c.shared_memory(out_bytes, p.gated), mma_columns=str(c.block_n),
-    )
+    p, c, out_bytes = problem, config, DTYPES[problem.out_dtype].bytes
+    parameters = options(
+        p, c.block_n, mma_m=c.mma_m, consumers=c.consumers, block_n=c.block_n, stages=c.stages, cluster_m=c.cluster_m,
+        cluster_n=c.cluster_n, band_rows=c.band_rows, pingpong=c.pingpong, slabs=c.slabs, tma_out=c.tma_out(out_bytes, p.gated),
+        shared_memory=c.shared_memory(out_bytes, p.gated))
     return KernelSpec.make(
-        "gemm_dense_sm90_" + "_".join(words), "gemm/dense_sm90.cu.jinja", "nvrtc", parameters,
+        "_".join(["gemm_dense_sm90", *words(p), *str(c).split()]), "gemm/dense_sm90.cu.jinja", "nvrtc", parameters,
         params=PARAMS, params_type="kernelgen::DenseSm90Params", entries=(ENTRY,), target=target,
     )
 
@@ -190,18 +196,18 @@ def spec(problem: GemmProblem, target: Target, config: Config) -> KernelSpec:
 def _maps(problem: GemmProblem, config: Config, t: GemmTensors) -> list[Any]:
     """TMA descriptors of a, b and, where it leaves through shared memory, out."""
     p, c = problem, config
-    depth = _ROW_BYTES // DTYPES[p.a_dtype].bytes
-    boxes_b = max(c.cluster_m, 2 if _splits(p) else 1)
+    k = depth(p)
+    boxes_b = max(c.cluster_m, 2 if splits(p) else 1)
     major_a, major_b = p.a_order == "row", p.b_order == "col"
     maps = [
-        tensor_map("map_a", "a", t.a if major_a else t.a.mT, (depth, c.block_m // c.cluster_n) if major_a else (_MMA_ROWS, depth)),
-        tensor_map("map_b", "b", t.b.mT if major_b else t.b, (depth, c.block_n // boxes_b) if major_b else (_MMA_ROWS, depth)),
+        tensor_map("map_a", "a", t.a if major_a else t.a.mT, (k, c.block_m // c.cluster_n) if major_a else (MMA_ROWS, k)),
+        tensor_map("map_b", "b", t.b.mT if major_b else t.b, (k, c.block_n // boxes_b) if major_b else (MMA_ROWS, k)),
     ]
     out_bytes = DTYPES[p.out_dtype].bytes
     if c.tma_out(out_bytes, p.gated):
-        columns, outputs = _ROW_BYTES // out_bytes, c.block_n // (2 if p.gated else 1)
-        maps.append(tensor_map("map_out", "out", t.out, (columns, _MMA_ROWS)))
-        maps.append(tensor_map("map_rest", "out", t.out, (outputs % columns or columns, _MMA_ROWS), swizzled=outputs % columns == 0))
+        columns, outputs = ROW_BYTES // out_bytes, c.block_n // (2 if p.gated else 1)
+        maps.append(tensor_map("map_out", "out", t.out, (columns, MMA_ROWS)))
+        maps.append(tensor_map("map_rest", "out", t.out, (outputs % columns or columns, MMA_ROWS), swizzled=outputs % columns == 0))
     return maps
 
 
@@ -214,24 +220,11 @@ def bind(problem: GemmProblem, config: Config, kernel: Any, tensors: GemmTensors
     launch = kernel.prepare(
         t.a.device.index or 0, grid=(clusters * c.blocks, 1, 1), block=(128 * (c.consumers + 1), 1, 1), cluster=(c.blocks, 1, 1),
         programmatic=True, shared_memory=c.shared_memory(DTYPES[p.out_dtype].bytes, p.gated), tensor_maps=_maps(p, c, t))
-    tail = PARAMS.pack_scalars({
-        "c_batch": t.c.stride(0) if t.c is not None else 0, "c_row": t.c.stride(1) if t.c is not None else 0,
-        "out_batch": t.out.stride(0), "out_row": t.out.stride(1), "m": p.m, "n": p.n, "k": p.k, "tiles_m": tiles_m, "tiles_n": tiles_n,
-        "tiles": tiles, "batched_b": int(p.batched_b), "beta": t.beta,
-        "scale_a_row": t.scale_a.stride(-2) if p.scales == "row" and t.scale_a is not None else 0,
-        "scale_b_column": t.scale_b.stride(-1) if p.scales == "row" and t.scale_b is not None else 0,
-    })
-    blank, pack = bytes(128 * len(PARAMS.tensor_maps)), PARAMS.pointer_packer.pack
-    with_bias, with_c, scaled = p.bias, p.accumulate_c, p.scales is not None
+    tail = PARAMS.pack_scalars(scalars(p, t) | {"tiles_m": tiles_m, "tiles_n": tiles_n, "tiles": tiles})
+    blank, pack, pointers = bytes(128 * len(PARAMS.tensor_maps)), PARAMS.pointer_packer.pack, addresses(p)
 
     def run(t: GemmTensors) -> None:
-        launch(blank + pack(
-            t.a.data_ptr(), t.b.data_ptr(), t.out.data_ptr(),
-            t.bias.data_ptr() if with_bias else 0,  # type: ignore[union-attr]
-            t.c.data_ptr() if with_c else 0,  # type: ignore[union-attr]
-            t.scale_a.data_ptr() if scaled else 0,  # type: ignore[union-attr]
-            t.scale_b.data_ptr() if scaled else 0,  # type: ignore[union-attr]
-        ) + tail)
+        launch(blank + pack(*pointers(t)) + tail)
 
     return run
 
@@ -242,6 +235,8 @@ def coverage() -> Iterable[tuple[GemmProblem, Config | None]]:
     half = replace(base, a_dtype="fp16", b_dtype="fp16", out_dtype="fp16")
     yield base, None
     yield half, Config(2, 2, 128, 4, 1, 2)
+    yield half, Config(2, 2, 128, 5, pingpong=True)
+    yield base, Config(1, 3, 176, 4, slabs=1)
     yield replace(base, b_order="row", a_order="col"), Config(2, 2, 128, 4, 2, 1)
     yield replace(half, b_order="row", out_dtype="fp32"), Config(1, 2, 128, 4)
     yield replace(base, bias=True, bias_dtype="bf16", activation="silu"), Config(1, 2, 160, 5)
@@ -257,5 +252,5 @@ def coverage() -> Iterable[tuple[GemmProblem, Config | None]]:
 
 FAMILY = KernelFamily(
     name="gemm/dense_sm90", op="gemm", target_kind="cuda", toolchain="nvrtc", supports=supports, candidates=candidates,
-    legal=legal, spec=spec, bind=bind, coverage=coverage,
+    legal=legal, spec=spec, bind=bind, coverage=coverage, capabilities=(90,),
 )

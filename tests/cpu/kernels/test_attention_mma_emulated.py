@@ -22,21 +22,23 @@ from kernelgen.kernels.attention.schedule import Division, make_schedule
 from kernelgen.ops.page_table import PageTable
 from kernelgen.ops.planning import Shape, make_arrays, read_batch
 from kernelgen.problems.attention import AttentionProblem
-from kernelgen.reference.plain import attention_plain
+from kernelgen.reference.plain import attention_plain, attention_varlen_plain
 from kernelgen.settings import settings
 from kernelgen.targets import Target
 from kernelgen.tensors import AttentionTensors
 from kernelgen.testing.cuda_emulator import EmulatedKernel
 from kernelgen.testing.data import cu_seqlens, poisoned_empty, random_lengths, random_tensor, random_tensors, seed_of
 from kernelgen.testing.planned import run_planned
-from kernelgen.testing.planned_cases import CASES
+from kernelgen.testing.planned_cases import CASES, Weights
 from kernelgen.testing.tolerance import assert_attention_close, assert_lse_close
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 TARGET = Target.parse("sm_90a")
 # The others of CASES run on a GPU; each here costs several seconds of g++.
-EMULATED = ("decode split", "decode key warps", "mixed", "everything", "nonfinite", "fp8 page scales fp16", "mla small")
+EMULATED = ("decode split", "decode key warps", "mixed", "everything", "nonfinite", "fp8 page scales fp16", "mla small",
+            "mla plain rope", "mla plain rope page", "mla plain rope number",
+            "weights", "weights nonfinite", "weights key warps", "weights beyond fp16", "weights fp8 fp16")
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +75,8 @@ def test_offsets_beyond_2_to_the_31_elements(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("features, dtypes", [
+    ({"variant": Weights(0.05), "causal": True, "soft_cap": True}, ("fp16", "fp16")),
+    ({"variant": Weights(), "mask": "dense", "scales": "request_head"}, ("bf16", "e4m3")),
     ({"alibi": True, "sinks": True, "causal": True}, ("bf16", "bf16")), ({"mask": "dense", "soft_cap": True}, ("fp16", "fp16")),
     ({"scales": "request_head", "causal": True}, ("bf16", "e4m3")),
 ], ids=str)
@@ -88,14 +92,39 @@ def test_dense(features: dict[str, Any], dtypes: tuple[str, str], folder: Path) 
     given["mask"] = (random_tensor((2, 1, 70, 90), seed=seed + 2) > -0.5).expand(2, 4, 70, 90) if features.get("mask") else None
     for i, name in enumerate(("k_scale", "v_scale")):
         given[name] = random_tensor((2, 2), seed=seed + 3 + i).abs() if features.get("scales") else None
-    problem = AttentionProblem("dense", 2, 70, 90, 4, 2, 64, 64, dtypes[0], dtypes[1], dtypes[0], return_lse=True, **features)
-    config = Config(64, 32, 4, 2)
+    variant, config = features.get("variant"), Config(64, 32, 4, 2)
+    problem = AttentionProblem("dense", 2, 70, 90, 4, 2, 64, 64, dtypes[0], dtypes[1], dtypes[0], return_lse=variant is None, **features)
     out, lse = poisoned_empty(q.shape, q_type), poisoned_empty((2, 4, 70))
-    tensors = AttentionTensors(q, k, v, out, lse, 0.125, **given)
+    words = variant.words("cpu") if variant else None
+    tensors = AttentionTensors(q, k, v, out, None if variant else lse, 0.125, variant_words=words, **given)
     prefill_mma.bind(problem, config, EmulatedKernel(prefill_mma.spec(problem, TARGET, config), folder, True), tensors)(tensors)
     causal = problem.causal
+    given["variant"] = variant.reference("cpu") if variant else None
     exact, exact_lse = ref.attention(q, k, v, causal=causal, return_lse=True, **given)
     plain, plain_lse = attention_plain(q, k, v, causal=causal, return_lse=True, **given)
+    assert_attention_close(out, exact, plain, what=str(problem), seed=seed)
+    if variant is None:
+        assert_lse_close(lse, exact_lse, plain_lse.float(), what=str(problem), seed=seed)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_grid_in_one_dimension(ragged: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for more heads or requests than a grid has in y and z, with smaller limits."""
+    monkeypatch.setattr(prefill_mma, "_MAX_GRID_YZ", 1)
+    seed, heads, lens = seed_of("flat grid", ragged), (6, 3), ([70, 0, 129], [80, 5, 64])
+    shapes = [(199, 6, 64), (149, 3, 64), (149, 3, 264)] if ragged else [(3, 70, 6, 64), (3, 90, 3, 64), (3, 90, 3, 264)]
+    q, k, v = random_tensors(shapes, torch.bfloat16, seed=seed)
+    sizes = (3, 199, 149) if ragged else (3, 70, 90)
+    problem = AttentionProblem("ragged" if ragged else "dense", *sizes, *heads, 64, 264, "bf16", "bf16", "bf16", causal=True,
+                               return_lse=True)
+    config = Config(64, 32, 4, value_splits=2)
+    cu = tuple(cu_seqlens(x) for x in lens) if ragged else ()
+    out, lse = poisoned_empty((*q.shape[:-1], 264), q.dtype), poisoned_empty((199, 6) if ragged else (3, 6, 70))
+    spec, tensors = prefill_mma.spec(problem, TARGET, config), AttentionTensors(q, k, v, out, lse, 0.125, *cu)
+    assert "flatgrid" in spec.name
+    prefill_mma.bind(problem, config, EmulatedKernel(spec, folder, True), tensors)(tensors)
+    exact, exact_lse = (ref.attention_varlen if ragged else ref.attention)(q, k, v, *cu, causal=True, return_lse=True)
+    plain, plain_lse = (attention_varlen_plain if ragged else attention_plain)(q, k, v, *cu, causal=True, return_lse=True)
     assert_attention_close(out, exact, plain, what=str(problem), seed=seed)
     assert_lse_close(lse, exact_lse, plain_lse.float(), what=str(problem), seed=seed)
 

@@ -39,11 +39,11 @@ AXES: dict[str, tuple[Any, ...]] = {
     "isa": tuple(reversed(LEVELS)), "kind": KINDS, "dims": ((72, 40), (64, 200)),
     "pages": ("contiguous", "pow2", "any"), "mask": (None, "dense", "packed"), "left": (False, True),
     "right": ("none", "causal", "window"), "cap": (False, True), "alibi": (False, True), "sinks": (False, True),
-    "variant": (False, True), "lse": (True, False),
+    "variant": (None, "softmax", "weights"), "lse": (True, False),
 }
-CASES = covering_cases(AXES, seed=10)
+CASES = [case | ({"sinks": False, "lse": False} if case["variant"] == "weights" else {}) for case in covering_cases(AXES, seed=10)]
 CASES.append(dict(zip(AXES, (LEVELS[-1], ("fp64", "e4m3", "page", True), (24, 24), "pow2", "packed", True, "causal", True, True, True,
-                             False, True))))
+                             None, True))))
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class VariantText:
     """Stands for a traced variant: a bias per head, a scalar, and keys that are left out."""
 
     text: str
+    normalization: str = "softmax"
 
     def code(self, dialect: str) -> str:
         assert dialect == "float"
@@ -62,6 +63,7 @@ class VariantText:
 
 VARIANT = VariantText("""
 struct VariantFunctions {
+  static constexpr bool kSoftmax = true;
   static KERNELGEN_DEVICE float score(float score, const VariantContext& c, const int64_t* args) {
     double weight;
     std::memcpy(&weight, args, 8);
@@ -74,12 +76,17 @@ struct VariantFunctions {
 };""")
 
 
-def variant_of(table: torch.Tensor, weight: float) -> tuple[Variant, torch.Tensor]:
+VARIANTS = {None: None, "softmax": VARIANT,
+            "weights": VariantText(VARIANT.text.replace("kSoftmax = true", "kSoftmax = false"), "none")}
+
+
+def variant_of(table: torch.Tensor, weight: float, kind: str) -> tuple[Variant, torch.Tensor]:
     """The same as plain functions, and its words."""
     words = struct.pack("<dqq", weight, table.data_ptr(), table.stride(0))
     functions = Variant(
         score=lambda s, c: s * c.weight + c.table[c.head] + 0.01 * ((c.k_pos + c.kv_head) % 3),
         mask=lambda c: (c.k_pos + c.q_index + c.batch) % 5 != 1, tensors={"table": table}, scalars={"weight": weight},
+        normalization=VARIANTS[kind].normalization,  # type: ignore[union-attr]
     )
     return functions, torch.frombuffer(bytearray(words), dtype=torch.int64)
 
@@ -158,7 +165,7 @@ def run_random(case: Case, index: int, factor: float = 2.0) -> None:
         table=rng.choice(("csr", "blocks")), kv_layout=rng.choice(("NHD", "HND")), causal=case["right"] == "causal",
         window=(rng.choice((0, 7, 100, 5000)) if case["left"] else None, rng.choice((0, 3, 64)) if case["right"] == "window" else None),
         soft_cap=case["cap"], alibi=case["alibi"], sinks=case["sinks"], mask=case["mask"],
-        variant=VARIANT if case["variant"] else None,  # type: ignore[arg-type]
+        variant=VARIANTS[case["variant"]],  # type: ignore[arg-type]
         kv_scales=kv_scales, one_page=case["pages"] == "contiguous", q_scale=q_scaled, return_lse=case["lse"],
     )
     q_type, kv_type = DTYPES[q_dtype].torch, DTYPES[kv_dtype].torch
@@ -179,7 +186,7 @@ def run_random(case: Case, index: int, factor: float = 2.0) -> None:
         mask = pack_mask(mask) if case["mask"] == "packed" else mask
     if case["variant"]:
         table = torch.randn(hkv * group, 2, generator=torch.Generator().manual_seed(seed))[:, 0]
-        reference_variant, words = variant_of(table, 0.8)
+        reference_variant, words = variant_of(table, 0.8, case["variant"])
     features |= dict(scale=scale, soft_cap=soft_cap, mask=mask, variant=reference_variant, kv_scales=kv_scales, q_lens=q_lens,
                      alibi_slopes=slopes if case["alibi"] else None, sinks=sinks if case["sinks"] else None, **scales)
     table_form = PageTable.from_csr(made.kv_indptr, made.kv_indices, made.kv_last_page_len, page_size)
@@ -210,7 +217,8 @@ def case_name(case: Case) -> str:
     q, kv, scales, _ = case["kind"]
     words = [case["isa"].removeprefix("x86-64-"), q, kv, "x".join(map(str, case["dims"])), case["pages"], case["right"]]
     words += [f"mask_{case['mask']}"] if case["mask"] else []
-    return "-".join([*words, *(name for name in ("left", "cap", "alibi", "sinks", "variant", "lse") if case[name])])
+    words += [f"variant_{case['variant']}"] if case["variant"] else []
+    return "-".join([*words, *(name for name in ("left", "cap", "alibi", "sinks", "lse") if case[name])])
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_name)

@@ -6,6 +6,7 @@ them on purpose: ``python tests/cpu/kernels/test_attention_paged_mma_compile.py`
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from kernelgen import variants
 from kernelgen.kernels.attention import paged_mma, plan_cuda
 from kernelgen.kernels.attention.mma import Config
 from kernelgen.problems.paged import PagedAttentionProblem
@@ -20,6 +22,7 @@ from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
 from kernelgen.testing.planned_cases import RelativeBias
 from kernelgen.testing.resources import ARCHS, assert_within_table, compiled, covered, measured
+from kernelgen.variants import trace
 
 TABLE = Path(__file__).with_name("ptxas_attention_paged_mma.json")
 TABLE_ARCHS = ("sm_80", "sm_90a")
@@ -53,6 +56,14 @@ def test_tuned_kernels_keep_their_resources(arch: str) -> None:
     assert_within_table(tuned_specs(arch), TABLE, arch)
 
 
+def test_variants_without_a_softmax_compile() -> None:
+    target, sigmoid = Target.parse("sm_80"), trace(variants.sigmoid())
+    problems = [replace(BASE, variant=sigmoid, **change)  # type: ignore[arg-type]
+                for change in ({}, {"q_dtype": "fp16", "kv_dtype": "e4m3", "kv_scales": "page"}, {"max_seq_q": None})]
+    for name, report in compiled(paged_mma.spec(p, target, next(iter(paged_mma.candidates(p, target)))) for p in problems).items():
+        assert report["spill_stores"] == 0, name
+
+
 def test_a_variant_compiles_and_is_part_of_the_spec() -> None:
     target = Target.parse("sm_90a")
     problem = replace(BASE, variant=RelativeBias())  # type: ignore[arg-type]
@@ -73,6 +84,20 @@ def test_every_head_dim_has_a_config(arch: str, kv_dtype: str) -> None:
             config = next(iter(paged_mma.candidates(problem, target)), None)
             assert config is not None, f"no config for head dims {d}/{dv} and {rows} rows on {arch}"
             assert paged_mma.division(problem, target, config).block_rows == config.block_q
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_type_of_a_rope_part_changes_no_config(arch: str) -> None:
+    """A plan is cut before it knows that type."""
+    target, dims = Target.parse(arch), {"head_dim": 576, "head_dim_v": 512, "rope_dim": 64, "num_kv_heads": 1, "kv_dtype": "e4m3"}
+    for rows, heads, kv_scales in itertools.product((1, 4, 1000, None), (8, 128), (None, "tensor", "page")):
+        problem = replace(BASE, **dims, max_seq_q=rows, num_q_heads=heads, kv_scales=kv_scales)  # type: ignore[arg-type]
+        other = replace(problem, rope_dtype="bf16")
+        configs = list(paged_mma.candidates(problem, target))
+        assert configs and configs == list(paged_mma.candidates(other, target))
+        for config in configs:
+            assert paged_mma.division(problem, target, config) == paged_mma.division(other, target, config)
+            assert paged_mma.shared_memory_of(other, config) <= target.shared_memory_per_block
 
 
 def test_one_spec_for_all_lengths_batches_and_page_sizes() -> None:
@@ -96,6 +121,9 @@ def test_batch_invariant_calls_have_one_cut() -> None:
     ({"q_dtype": "fp32", "kv_dtype": "fp32"}, "fp32"), ({"head_dim": 65}, "65"), ({"num_q_heads": 30}, "30 query heads"),
     ({"kv_scales": "page"}, "page scales"), ({"rope_dim": 12}, "rope_dim 12"), ({"rope_dim": 64}, "8"),
     ({"variant": "mine"}, "variant mine"), ({"alignment": 1}, "alignment 1"),
+    ({"rope_dim": 64, "num_kv_heads": 1, "kv_dtype": "e4m3", "rope_dtype": "fp16"}, "k_rope_cache of fp16"),
+    ({"rope_dim": 64, "num_kv_heads": 1, "rope_dtype": "fp16"}, "k_rope_cache of fp16"),
+    ({"rope_dim": 8, "head_dim": 80, "num_kv_heads": 1, "kv_dtype": "e4m3", "rope_dtype": "bf16"}, "latent dim 72"),
 ])
 def test_refusals_name_the_value(change: dict[str, Any], words: str) -> None:
     verdict = paged_mma.supports(replace(BASE, **change), Target.parse("sm_80"))

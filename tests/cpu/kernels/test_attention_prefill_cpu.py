@@ -419,9 +419,9 @@ class VariantText:
 
 VARIANT = VariantText("""
 struct VariantFunctions {
+  static constexpr bool kSoftmax = true;
   static KERNELGEN_DEVICE float score(float score, const VariantContext& c, const int64_t* args) {
-    double weight;
-    std::memcpy(&weight, args, 8);
+    double weight; std::memcpy(&weight, args, 8);
     return score * float(weight) - 0.125f * float(c.q_pos - c.k_pos);
   }
   static KERNELGEN_DEVICE bool visible(const VariantContext& c, const int64_t*) {

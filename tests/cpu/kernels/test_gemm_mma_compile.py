@@ -1,5 +1,5 @@
-"""gemm/gemm_mma and the CUDA row kernels without a GPU: everything compiles for every architecture, tuned kernels keep
-their resources.
+"""gemm/gemm_mma, quantize/quantize_fp8_cuda and the CUDA row kernels without a GPU: everything compiles for every architecture,
+tuned kernels keep their resources.
 
 The table beside this file holds registers, spills and shared memory of the tuned kernels. After a change that moves
 them on purpose: ``python tests/cpu/kernels/test_gemm_mma_compile.py`` writes it anew.
@@ -7,6 +7,7 @@ them on purpose: ``python tests/cpu/kernels/test_gemm_mma_compile.py`` writes it
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -15,29 +16,38 @@ from typing import Any
 import pytest
 
 from kernelgen.kernels.activation import silu_and_mul_cuda
-from kernelgen.kernels.gemm import gemm_mma
+from kernelgen.kernels.gemm import gemm_mma, mma_configs
 from kernelgen.kernels.gemm.gemm_mma import Config
+from kernelgen.kernels.gemm.mma import form_of
 from kernelgen.kernels.norm import rmsnorm_cuda
+from kernelgen.kernels.quantize import quantize_fp8_cuda
 from kernelgen.problems.gemm import GemmProblem
+from kernelgen.problems.quantize import QuantizeProblem
 from kernelgen.problems.rows import RmsNormProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
 from kernelgen.testing.resources import ARCHS, assert_within_table, compiled, covered, measured
 
-FAMILIES = (gemm_mma.FAMILY, rmsnorm_cuda.FAMILY, silu_and_mul_cuda.FAMILY)
+FAMILIES = (gemm_mma.FAMILY, quantize_fp8_cuda.FAMILY, rmsnorm_cuda.FAMILY, silu_and_mul_cuda.FAMILY)
 # sm_86 stands for every part with 99 KB of shared memory, sm_90a for the others: there all of coverage() compiles. The
 # other architectures compile the instructions in use once each, which is what could differ.
 FULL_ARCHS = ("sm_86", "sm_90a")
 TABLE = Path(__file__).with_name("ptxas_gemm_mma.json")
 TABLE_ARCHS = ("sm_80", "sm_90a")
 BASE = GemmProblem(1, 4096, 4096, 4096, "bf16", "bf16", "bf16", b_order="col")
+BLOCKS = replace(BASE, a_dtype="e4m3", b_dtype="e4m3", scales="block_128x128")
+WEIGHT = replace(BASE, b_dtype="int4", weight_format="int4", group_size=128, scale_dtype="bf16")
+MXFP4 = replace(BASE, b_dtype="mxfp4", weight_format="mxfp4", group_size=32, scale_dtype="e8m0")
 
 
 def tuned_specs(arch: str) -> list[KernelSpec]:
     """Every config that the chooser may pick, and what differs most from it in registers."""
     target = Target.parse(arch)
-    configs = [m.config for m in gemm_mma._MEASURED if gemm_mma.legal(BASE, target, m.config)]
+    configs = [m.config for m in mma_configs.MEASURED if gemm_mma.legal(BASE, target, m.config)]
     specs = [gemm_mma.spec(BASE, target, config) for config in configs]
+    for problem, count in ((BLOCKS, None), (replace(BLOCKS, scales="row"), 2), (WEIGHT, 2), (MXFP4, None)):
+        fitting = [m.config for m in mma_configs.table_of(form_of(problem)) if gemm_mma.legal(problem, target, m.config)]
+        specs += [gemm_mma.spec(problem, target, config) for config in fitting[:count]]
     wide = configs[0]
     specs.append(gemm_mma.spec(replace(BASE, b_order="row", a_order="col"), target, wide))
     specs.append(gemm_mma.spec(replace(BASE, activation="swiglu"), target, wide))
@@ -46,6 +56,9 @@ def tuned_specs(arch: str) -> list[KernelSpec]:
         problem = RmsNormProblem(64, 8 * config.lanes * max(config.kept, 1), "bf16", "bf16", True)
         if rmsnorm_cuda.legal(problem, target, config):
             specs.append(rmsnorm_cuda.spec(problem, target, config))
+    for recipe, shapes in quantize_fp8_cuda._SHAPES.items():
+        wide = QuantizeProblem(1, 4096, 7168, "bf16", recipe=recipe)
+        specs += [quantize_fp8_cuda.spec(wide, target, shape) for shape in shapes]
     return specs
 
 
@@ -70,18 +83,18 @@ def test_tuned_kernels_keep_their_resources(arch: str) -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_problem_has_a_config(arch: str) -> None:
-    """Also where a block has only 99 KB of shared memory, in every order and with every gate."""
+    """Also where a block has only 99 KB of shared memory, in every order and form, with every gate."""
     target = Target.parse(arch)
-    for orders in (("row", "row"), ("row", "col"), ("col", "row"), ("col", "col")):
-        for activation, gate_up in ((None, "gate_first"), ("swiglu", "gate_first"), ("geglu", "interleaved")):
-            for m in (1, 17, 64, 100, 256, 1000, 5000):
-                for n in (2, 30, 576, 4096):
-                    problem = replace(BASE, m=m, n=n, a_order=orders[0], b_order=orders[1], activation=activation, gate_up=gate_up)
-                    assert gemm_mma.supports(problem, target)
-                    configs = list(gemm_mma.candidates(problem, target))
-                    assert configs, f"no config for {problem} on {arch}"
-                    for config in configs:
-                        assert config.shared_memory(orders[0] == "row", orders[1] == "row") <= target.shared_memory_per_block
+    for base in (BASE, BLOCKS, replace(BLOCKS, scales="tensor", accumulate="fast"), WEIGHT, MXFP4):
+        orders = itertools.product(("row", "col"), ("col",) if base.weight_format else ("row", "col"))
+        gates = ((None, "gate_first"), ("swiglu", "gate_first"), ("geglu", "interleaved"))
+        for (a_order, b_order), (activation, gate_up), m, n in itertools.product(orders, gates, (1, 17, 64, 100, 256, 5000), (2, 30, 4096)):
+            problem = replace(base, m=m, n=n, a_order=a_order, b_order=b_order, activation=activation, gate_up=gate_up)
+            assert gemm_mma.supports(problem, target)
+            configs = list(gemm_mma.candidates(problem, target))
+            assert configs, f"no config for {problem} on {arch}"
+            for config in configs:
+                assert config.shared_memory(form_of(problem)) <= target.shared_memory_per_block
 
 
 def test_choice_follows_the_measurements() -> None:
@@ -111,7 +124,8 @@ def test_one_spec_for_all_extents_and_batches() -> None:
 
 @pytest.mark.parametrize("change, words", [
     ({"a_dtype": "fp32", "b_dtype": "fp32"}, "fp32"), ({"b_dtype": "fp16"}, "bf16 and fp16"), ({"out_dtype": "e4m3"}, "e4m3"),
-    ({"bias_dtype": "fp64"}, "fp64"), ({"scales": "row"}, "scales=row"), ({"weight_format": "int4"}, "int4"),
+    ({"bias_dtype": "fp64"}, "fp64"), ({"scales": "row"}, "scales=row"),
+    ({"weight_format": "int4", "b_dtype": "int4", "group_size": 48, "scale_dtype": "bf16"}, "48"),
     ({"k": 2**31}, str(2**31)),
 ])
 def test_refusals_name_the_value(change: dict[str, Any], words: str) -> None:

@@ -26,6 +26,9 @@
 // that some rows see only in part has weight 0 times V there, so its V is searched for NaN and inf first; if there are
 // any, that tile goes through `careful_output`, which selects.
 //
+// A variant may do without the softmax (kSoftmax false): the scores themselves are P^T, 0 where a row does not see a key, and
+// there is neither maximum nor sum.
+//
 // The result of a row depends on nothing but its own request: panels and tiles begin at fixed rows and keys of it, and
 // sums run in key order.
 #pragma once
@@ -104,24 +107,34 @@ struct AttentionCpu {
       pack_depth<kRopeDim>(p, panel, rope, p.q_rope_row, p.q_rope_head, kHeadDim - kRopeDim, row, rows);
     }
     const Scalar factor = Logit<G>::query_factor(p);
-    if constexpr (Options::kScales != Scales::kNone) scale_queries(p, t, panel, row, factor);
+    if constexpr (Options::kScales != Scales::kNone || G::kPlainRope) scale_queries(p, t, panel, row, factor);
     else if (factor != 1)
       for (Operand& x : panel.queries) x = narrow<Operand>(widen(x) * factor);
   }
 
-  // Scales of a row's query and, where they do not change from page to page, of its keys.
-  static Scalar query_scale(const Params& p, const Task& t, int64_t row) {
-    if constexpr (Options::kScales == Scales::kNone) return 1;
-    const int64_t head = t.head * p.group_size + row % p.group_size;
-    Scalar scale = p.q_scale ? p.q_scale[t.batch * p.q_scale_batch + head * p.q_scale_head] : Scalar(1);
-    if (!G::kPageScales && p.k_scale) scale *= p.k_scale[t.batch * p.k_scale_batch + t.head * p.k_scale_head];
+  // Scales of a row's query and, where they do not change from page to page, of its keys. `plain`: for the rope part of keys
+  // that has no scale.
+  static Scalar query_scale(const Params& p, const Task& t, int64_t row, bool plain = false) {
+    Scalar scale = 1;
+    if constexpr (Options::kScales != Scales::kNone) {
+      const int64_t head = t.head * p.group_size + row % p.group_size;
+      if (p.q_scale) scale = p.q_scale[t.batch * p.q_scale_batch + head * p.q_scale_head];
+      if (!G::kPageScales && !plain && p.k_scale) scale *= p.k_scale[t.batch * p.k_scale_batch + t.head * p.k_scale_head];
+    }
+    if constexpr (G::kPlainRope)
+      if (!plain) scale *= Scalar(p.k_factor);
     return scale;
   }
 
   static void scale_queries(const Params& p, const Task& t, Panel& panel, int64_t row, Scalar factor) {
+    constexpr int kScaled = kHeadDim - (G::kPlainRope ? kRopeDim : 0);
+    scale_depth(p, t, panel, row, factor, 0, kScaled);
+    if constexpr (G::kPlainRope) scale_depth(p, t, panel, row, factor, kScaled, kHeadDim);
+  }
+  static void scale_depth(const Params& p, const Task& t, Panel& panel, int64_t row, Scalar factor, int first, int end) {
     alignas(64) Scalar of_row[kWidth];
-    for (int l = 0; l < kWidth; ++l) of_row[l] = factor * query_scale(p, t, row + l);
-    for (int d = 0; d < kHeadDim; ++d)
+    for (int l = 0; l < kWidth; ++l) of_row[l] = factor * query_scale(p, t, row + l, first > 0);
+    for (int d = first; d < end; ++d)
       for (int v = 0; v < kVecs; ++v) {
         Operand* x = panel.queries + d * kWidth + v * kLanes;
         V::store(x, V::load(x) * V::load(of_row + v * kLanes));
@@ -133,13 +146,14 @@ struct AttentionCpu {
     std::memset(panel.queries, 0, sizeof panel.queries);
     for (int l = 0; l < rows; ++l) {
       const int64_t query = t.q_begin + (row + l) / p.group_size, head = t.head * p.group_size + (row + l) % p.group_size;
-      const Scalar factor = Logit<G>::query_factor(p) * query_scale(p, t, row + l);
+      const Scalar sign = Logit<G>::query_factor(p), factor = sign * query_scale(p, t, row + l);
       Scalar* packed = Thin::query(panel, l);
       Thin::template pack_row<kHeadDim - kRopeDim>(
           static_cast<const Query*>(p.q) + t.batch * p.q_batch + query * p.q_row + head * p.q_head, packed, factor);
       if constexpr (kRopeDim > 0)
         Thin::template pack_row<kRopeDim>(static_cast<const Query*>(p.q_rope) + query * p.q_rope_row + head * p.q_rope_head,
-                                          packed + Thin::padded(kHeadDim - kRopeDim), factor);
+                                          packed + Thin::padded(kHeadDim - kRopeDim),
+                                          G::kPlainRope ? sign * query_scale(p, t, row + l, true) : factor);
     }
   }
 
@@ -195,11 +209,11 @@ struct AttentionCpu {
     KERNELGEN_INLINE void prefetch_some(int done, int count) const { prefetch_rows(begin + done, begin + done + count); }
 
     KERNELGEN_INLINE void prefetch_rows(int from, int to) const {
-      constexpr int kLine = 64 / int(sizeof(typename G::KeyValue));
+      constexpr int kLine = 64 / int(sizeof(typename G::KeyValue)), kRopeLine = 64 / int(sizeof(typename G::Rope));
       for (int j = from; j < to && j < end; ++j) {
         for (int d = 0; d < kHeadDim - kRopeDim; d += kLine) __builtin_prefetch(tile.key(j) + d, 0, 2);
         if constexpr (kRopeDim > 0)
-          for (int d = 0; d < kRopeDim; d += kLine) __builtin_prefetch(tile.rope(j) + d, 0, 2);
+          for (int d = 0; d < kRopeDim; d += kRopeLine) __builtin_prefetch(tile.rope(j) + d, 0, 2);
         else
           for (int d = 0; d < kHeadDimV; d += kLine) __builtin_prefetch(tile.value(j) + d, 0, 2);
       }
@@ -272,8 +286,9 @@ struct AttentionCpu {
         s[l] = Options::Variant::score(s[l], Visibility<G>::context(p, t, panel, l, tile + j), p.variant_words);
       }
       for (int v = 0; v < kUsed; ++v) {
-        const Reg x = sight.choose(j, v, V::load(s + v * kLanes), V::broadcast(kMinusInfinity));
-        peak[v] = V::max(x, peak[v]);
+        const Reg unseen = G::kSoftmax ? V::broadcast(kMinusInfinity) : V::zero();
+        const Reg x = sight.choose(j, v, V::load(s + v * kLanes), unseen);
+        if constexpr (G::kSoftmax) peak[v] = V::max(x, peak[v]);
         V::store(s + v * kLanes, x);
       }
     }
@@ -385,7 +400,8 @@ struct AttentionCpu {
       for (int v = 0; v < kUsed; ++v) before[v] = peak[v] = V::load(panel.peak + v * kLanes);
       scores(panel, b, logit, sight, bias, next, begin, end, peak);
       if constexpr (G::kVariant) vary_scores(p, t, panel, b, sight, tile, begin, end, peak);
-      add_weights<kUsed, kDepth == 2>(panel, b, logit, begin, end, before, peak, alpha);
+      if constexpr (G::kSoftmax) add_weights<kUsed, kDepth == 2>(panel, b, logit, begin, end, before, peak, alpha);
+      else keep_weights<kUsed, kDepth == 2>(b, begin, end, alpha);
       if (whole || finite) output(panel, b, begin, end, alpha);
       else careful_output(panel, b, sight, begin, last, alpha);
     });
@@ -407,7 +423,8 @@ struct AttentionCpu {
         V::store(s, keep_visible(sight, j, 0, bias.add(j, 0, logit.kept(V::load(s))), peak[0]));
       }
       if constexpr (G::kVariant) vary_scores(p, t, panel, b, sight, tile, begin, last, peak);
-      add_weights<1, false>(panel, b, logit, begin, last, before, peak, alpha);
+      if constexpr (G::kSoftmax) add_weights<1, false>(panel, b, logit, begin, last, before, peak, alpha);
+      else keep_weights<1, false>(b, begin, last, alpha);
       if constexpr (G::kPageScales) Thin::scale_weights(from, b.scores, begin, last);
       alignas(64) Scalar shrink[kLanes];
       V::store(shrink, alpha[0]);
@@ -432,6 +449,19 @@ struct AttentionCpu {
     for (int v = 0; v < kUsed; ++v) {
       Scalar* sum = panel.total + v * kLanes;
       V::store(sum, V::fma(V::load(sum), alpha[v], total[v]));
+    }
+  }
+
+  // Without a softmax the scores are the weights, and the output is never rescaled.
+  template <int kUsed, bool kPairs>
+  static KERNELGEN_INLINE void keep_weights(const Buffers& b, int begin, int end, Reg (&alpha)[kUsed]) {
+    for (int v = 0; v < kUsed; ++v) alpha[v] = V::broadcast(1);
+    if constexpr (kPairs) {
+      for (int j = begin; j < end; j += 2)
+        for (int v = 0; v < kUsed; ++v) {
+          const Scalar* s = b.scores + j * kWidth + v * kLanes;
+          _mm512_storeu_si512(b.weights + j * kWidth + v * kLanes * 2, Product::narrow_pairs(V::load(s), V::load(s + kWidth)));
+        }
     }
   }
 
@@ -484,7 +514,7 @@ struct AttentionCpu {
     return p.sinks[(t.head * p.group_size + row % p.group_size) * p.sink_head];
   }
 
-  // The softmax of a row as `total` times exp(peak), and what its output is still to be divided by.
+  // The softmax of a row as `total` times exp(peak), and what its output is still to be divided by: 1 without a softmax.
   struct Finished {
     double peak[kWidth], total[kWidth];
     alignas(64) Scalar divisor[kWidth];
@@ -511,7 +541,7 @@ struct AttentionCpu {
       }
       f.peak[l] = peak;
       f.total[l] = total;
-      f.divisor[l] = Scalar(total == 0 ? 1 : total / shrink);
+      f.divisor[l] = Scalar(!G::kSoftmax || total == 0 ? 1 : total / shrink);
     }
   }
 

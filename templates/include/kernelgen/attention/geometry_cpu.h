@@ -29,6 +29,15 @@ constexpr bool is_same = false;
 template <class T>
 constexpr bool is_same<T, T> = true;
 
+template <bool kFirst, class T, class U>
+struct Either {
+  using type = T;
+};
+template <class T, class U>
+struct Either<false, T, U> {
+  using type = U;
+};
+
 constexpr int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
 
 template <class Options_>
@@ -36,6 +45,7 @@ struct Geometry {
   using Options = Options_;
   using Query = typename Options::Query;
   using KeyValue = typename Options::KeyValue;
+  using Rope = typename Options::Rope;
   using Output = typename Options::Output;
   using Product = typename ProductFor<Query, KeyValue, Options::kScales != Scales::kNone>::type;
   using Operand = typename Product::Element;
@@ -45,6 +55,9 @@ struct Geometry {
 
   static constexpr int kHeadDim = Options::kHeadDim, kHeadDimV = Options::kHeadDimV, kBlockK = Options::kBlockK;
   static constexpr int kRopeDim = Options::kRopeDim;  // MLA: the end of kHeadDim, from a tensor of its own
+  // Scales of keys are of fp8 parts of the cache: a rope part of another type stays as it is.
+  static constexpr bool kPlainRope = kRopeDim > 0 && is_fp8<KeyValue> && !is_fp8<Rope>;
+  using Second = typename Either<(kRopeDim > 0), Rope, KeyValue>::type;  // of a plan's second cache
   static constexpr int kRows = kTileRows;        // keys, or value columns, of one register tile
   static constexpr int kVecs = kTileVecs;        // registers across a panel
   static constexpr int kLanes = V::kLanes;
@@ -59,6 +72,8 @@ struct Geometry {
 
   static constexpr bool kMasked = Options::kMask != Mask::kNone;
   static constexpr bool kVariant = !is_same<typename Options::Variant, NoVariant>;
+  static constexpr bool kSoftmax = Options::kSoftmax;  // false: the scores of a variant are the weights themselves
+  static_assert(kSoftmax || !(Options::kLse || Options::kSinks), "an LSE and sinks are parts of a softmax");
   static constexpr bool kPageScales = Options::kScales == Scales::kPage;
   // Visibility beyond ranges: a bit for each row and key of a tile.
   static constexpr bool kBits = kMasked || kVariant;

@@ -17,12 +17,15 @@
 // copied; if any is not finite, Nonfinite::absorb adds those to the rows that may see them and replaces them by 0 before
 // the product. Tiles that every row sees in full pay nothing. A given mask or a variant may hide any key: then every tile
 // counts as seen in part.
+//
+// A variant may do without the softmax (kSoftmax false): P is the score itself, see mma_weights.cuh.
 #pragma once
 
 #include <kernelgen/attention/mma_products.cuh>
 #include <kernelgen/attention/mma_rules.cuh>
 #include <kernelgen/attention/mma_softmax.cuh>
 #include <kernelgen/attention/mma_store.cuh>
+#include <kernelgen/attention/mma_weights.cuh>
 
 namespace kernelgen {
 
@@ -46,6 +49,7 @@ struct AttentionMma : AttentionShape<Options> {
   using Shape::kStaged;
   using Shape::kTileSlots;
   using Shape::kWarpRows;
+  static constexpr bool kAbsorbFirst = Shape::kMayHide && Shape::kSoftmax;  // before the weights are known
 
   // Turns every query by the sign of the scale, or clears it for a scale of 0: all later factors are positive.
   __device__ static void edit_queries(const Params& p, uint32_t shared) {
@@ -77,6 +81,10 @@ struct AttentionMma : AttentionShape<Options> {
       if constexpr (!Shape::kPageScales) return 0u;
       return shared + Shape::kScaleBase + slot_of(t, max_of(Shape::kScaleSlots, 1)) * Shape::kScaleSlotBytes;
     };
+    auto rope_slot = [&](int t) {
+      if constexpr (!Shape::kPlainRope) return 0u;
+      return shared + Shape::kRopeBase + slot_of(t, max_of(Shape::kRopeSlots, 1)) * Shape::RopeTile::kBytes;
+    };
     // Tiles are loaded in order, each once.
     auto load_keys = [&](int t) {
       if constexpr (!kStaged) {
@@ -93,7 +101,7 @@ struct AttentionMma : AttentionShape<Options> {
     auto byte_slot = [&](int t) { return shared + Shape::kBytesBase + slot_of(t, kStages) * Shape::kStageBytes; };
     auto load_bytes = [&](int t) {
       if constexpr (kStaged) {
-        if (t < end) loader.load_bytes(byte_slot(t), scale_slot(t), t * kBlockK);
+        if (t < end) loader.load_bytes(byte_slot(t), scale_slot(t), rope_slot(t), t * kBlockK);
       }
       cp_async_commit();
     };
@@ -181,7 +189,7 @@ struct AttentionMma : AttentionShape<Options> {
         } else {
           Shape::group_sync();
         }
-        if (Shape::kMayHide && nonfinite) Absorb::absorb(output, p, work, first_key, v_tile);
+        if (kAbsorbFirst && nonfinite) Absorb::absorb(output, p, work, first_key, v_tile);
       } else if constexpr (kStages == 1) {
         cp_async_wait<0>();
         Shape::group_sync();  // K is visible; every warp is done with the previous V, whose slot is now refilled
@@ -189,7 +197,7 @@ struct AttentionMma : AttentionShape<Options> {
       } else {
         cp_async_wait<2 * (kStages - 2)>();
         publish_values();  // K and V are visible; every warp is done with the previous tile, whose slots are refilled
-        if (Shape::kMayHide && nonfinite) Absorb::absorb(output, p, work, first_key, v_tile);
+        if (kAbsorbFirst && nonfinite) Absorb::absorb(output, p, work, first_key, v_tile);
         load_keys(tile + (kStages - 1) * kKeyWarps);
         load_values(tile + (kStages - 1) * kKeyWarps);
       }
@@ -199,16 +207,27 @@ struct AttentionMma : AttentionShape<Options> {
       if (warp_sees) {
         typename Shape::Scores scores;
         Gemm::multiply_keys(scores, q_registers, q_lane, k_tile + k_lane);
+        if constexpr (Shape::kPlainRope) {
+          Rule::scale_latent(scores, p, work, scales);
+          Gemm::add_rope(scores, q_registers, q_lane, rope_slot(tile) + Shape::RopeTile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2));
+        }
         Rule::apply(scores, p, work, first_key, first_key < last_row.first || first_key + kBlockK > first_row.last, scales);
-        Softmax<Shape>::step(scores, weights, output, maxima, sums, Rule::softmax_scale(p), scales + kBlockK * 4,
-                             1.0f / Layout::value_reference(work));
+        if constexpr (Shape::kSoftmax) {
+          Softmax<Shape>::step(scores, weights, output, maxima, sums, Rule::softmax_scale(p), scales + kBlockK * 4,
+                               1.0f / Layout::value_reference(work));
+        } else {
+          PlainWeights<Shape>::step(scores, weights, output, maxima, scales + kBlockK * 4, 1.0f / Layout::value_reference(work));
+        }
       }
 
       if constexpr (!kStaged && kStages == 1) {
         cp_async_wait<0>();
         publish_values();  // V is visible; every warp is done with K, whose slot is now refilled
         load_keys(tile + kKeyWarps);
-        if (Shape::kMayHide && nonfinite) Absorb::absorb(output, p, work, first_key, v_tile);
+        if (kAbsorbFirst && nonfinite) Absorb::absorb(output, p, work, first_key, v_tile);
+      }
+      if constexpr (!Shape::kSoftmax) {
+        if (nonfinite) Absorb::absorb_weighted(output, weights, warp_sees, p, work, first_key, v_tile);
       }
       if (warp_sees) Gemm::multiply_values(output, weights, v_tile + v_lane);
     }

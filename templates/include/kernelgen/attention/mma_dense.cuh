@@ -43,6 +43,7 @@ struct PrefillMmaParams {
   float logit_scale;
   float cap_scale;  // |scale| / soft_cap
   float v_factor;   // fp8 values: a plain number among their scales
+  int32_t grid_tiles, grid_parts;  // kFlatGrid: what would be gridDim.x and gridDim.y
 };
 
 template <class Shape>
@@ -100,17 +101,25 @@ struct DenseLayout {
   }
 
   // Finds this block's request, head and query tile. The grid is (query tiles, heads x value splits, requests), for a
-  // ragged batch (a bound on the query tiles of all requests, heads x value splits, 1). False past the last tile.
+  // ragged batch (a bound on the query tiles of all requests, heads x value splits, 1); flat: all of that in one dimension, the
+  // tiles fastest. False past the last tile.
   __device__ static bool find_work(const Params& p, Work& work) {
     work.warp = warp_id();
-    int tile = blockIdx.x;
-    work.head_ = blockIdx.y / Shape::kValueSplits;
-    work.value_column = blockIdx.y % Shape::kValueSplits * Shape::kSplitColumns;
+    int tile = blockIdx.x, tiles = gridDim.x;
+    unsigned part = blockIdx.y;
     work.request = blockIdx.z;
+    if constexpr (Shape::kFlatGrid) {
+      tiles = p.grid_tiles;
+      const int row = blockIdx.x / tiles;
+      tile = blockIdx.x % tiles;
+      part = row % p.grid_parts;
+      work.request = row / p.grid_parts;
+    }
+    work.head_ = part / Shape::kValueSplits;
+    work.value_column = part % Shape::kValueSplits * Shape::kSplitColumns;
     work.seq_q = p.seq_q;
     work.seq_k = p.seq_k;
     work.q_start = work.k_start = 0;
-    int tiles = gridDim.x;
     if constexpr (Shape::kRagged) {
       // The tile is found by a prefix sum of ceil(length / kBlockQ), 32 requests at a time, in every warp alike.
       int before = 0;
@@ -191,7 +200,7 @@ struct DenseLayout {
 
     using KeyBytes = ByteCopier<Shape, KeyTile, widest_across(KeyTile::kChunks / 2)>;
     using ValueBytes = ByteCopier<Shape, ValueTile, widest_across(ValueTile::kChunks / 2)>;
-    __device__ void load_bytes(uint32_t slot, uint32_t /*scales*/, int first_key) {
+    __device__ void load_bytes(uint32_t slot, uint32_t /*scales*/, uint32_t /*rope*/, int first_key) {
       auto rows = [](const KeyElement* from, int64_t stride) {
         return [from, stride](int, int row) {
           const KeyElement* address = from + row * stride;

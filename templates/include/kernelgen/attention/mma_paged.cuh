@@ -1,6 +1,5 @@
 // Where planned attention has its rows and keys (docs/design/attention_inference.md): a block takes one item, that is
-// kBlockQ packed rows of a request (row r: query r / group_size of head kv_head * group_size + r % group_size) against one
-// chunk of its keys, for one key/value head.
+// kBlockQ packed rows of a request (mma_packed.cuh) against one chunk of its keys, for one key/value head.
 //
 // Keys lie in pages. Which page a row of a tile is in is looked up by the warp that copies the row, a tile before it is
 // needed: a lane holds the page of one row, and hands it to the lanes that copy parts of that row by a shuffle. That keeps
@@ -8,68 +7,45 @@
 #pragma once
 
 #include <kernelgen/attention/mma_copy.cuh>
+#include <kernelgen/attention/mma_packed.cuh>
 #include <kernelgen/attention/paged_params.cuh>
 #include <kernelgen/cuda/warp_search.cuh>
 
 namespace kernelgen {
 
 template <class Shape>
-struct PagedLayout {
+struct PagedLayout : PackedRows<Shape, PagedMmaParams> {
   using Params = PagedMmaParams;
+  using Rows = PackedRows<Shape, Params>;
   using T = typename Shape::T;
   using KeyElement = typename Shape::KeyElement;
   using QueryElement = typename Shape::QueryElement;
   using KeyTile = typename Shape::KeyTile;
   using ValueTile = typename Shape::ValueTile;
   using Variant = typename Shape::VariantFunctions;
-  static constexpr int kBlockQ = Shape::kBlockQ;
-  static constexpr int kBlockK = Shape::kBlockK;
+  using Rows::head;
+  using Rows::kBlockK;
+  using Rows::kBlockQ;
+  using Rows::query;
   static constexpr PageKind kPageKind = Shape::kPageKind;
-  static constexpr bool kPartials = true;
   static constexpr int kLatentDim = Shape::kHeadDim - Shape::kRopeDim;
   static_assert(kChunkUnit % kBlockK == 0, "tiles start where chunks do");
 
   // Keys and values are copied by the same spread of threads, so that one look-up serves both.
   static constexpr int kUnitChunks = Shape::kStaged ? 2 : 1;
-  static constexpr int kAcross = min_of(widest_across(KeyTile::kChunks / kUnitChunks), widest_across(ValueTile::kChunks / kUnitChunks));
+  static constexpr int kTilesAcross =
+      min_of(widest_across(KeyTile::kChunks / kUnitChunks), widest_across(ValueTile::kChunks / kUnitChunks));
+  static constexpr int kAcross = Shape::kPlainRope ? min_of(kTilesAcross, widest_across(Shape::RopeTile::kChunks)) : kTilesAcross;
   using KeyCopier = Copier<Shape, KeyTile, kAcross>;
   using ValueCopier = Copier<Shape, ValueTile, kAcross>;
 
-  struct Work {
-    int warp;  // of this thread within its group
-    int request, kv_head_, value_column;
-    int item;            // among all requests
-    int first_row;       // packed, of this block
-    int num_packed;      // packed rows of the request
-    int seq_q, seq_k;    // queries of the request, keys in use
-    int q_start;         // rows in front of the request
-    Interval chunk;      // of keys
-    bool split;          // the request has more than one chunk
+  struct Work : PackedWork {
     const int32_t* pages;
     float value_reference;
   };
 
-  __device__ static int query(const Params& p, const Work& work, int row) { return (work.first_row + row) / p.group_size; }
-  __device__ static int last_query(const Params& p, const Work& work, int end) {
-    return (min(work.first_row + end, work.num_packed) - 1) / p.group_size;
-  }
-  __device__ static int head(const Params& p, const Work& work, int row) {
-    return work.kv_head_ * p.group_size + (work.first_row + row) % p.group_size;
-  }
-  __device__ static int kv_head(const Params&, const Work& work) { return work.kv_head_; }
-  __device__ static bool row_exists(const Work& work, int row) { return work.first_row + row < work.num_packed; }
-  __device__ static bool is_partial(const Work& work) { return work.split; }
   __device__ static float value_reference(const Work& work) {
     return Shape::kPageScales && is_same_v<T, fp16> ? work.value_reference : 1.0f;
-  }
-
-  // Keys of the chunk that the query may attend to by position.
-  __device__ static Interval visible_keys(const Params& p, const Work& work, int query) {
-    const int position = query + work.seq_k - work.seq_q;
-    Interval keys = work.chunk;
-    if constexpr (Shape::kBoundedLeft) keys.first = max(keys.first, position - p.window_left);
-    if constexpr (Shape::kBoundedRight) keys.last = min(keys.last, position + p.window_right + 1);
-    return keys;
   }
 
   __device__ static float* lse(const Params& p, const Work& work, int row) {
@@ -82,25 +58,17 @@ struct PagedLayout {
       return out + int64_t{work.q_start + query(p, work, row)} * p.out_row + head(p, work, row) * p.out_head;
     };
   }
-  __device__ static int64_t partial_slot(const Params& p, const Work& work, int row) {
-    return (int64_t{work.item} * p.num_kv_heads + work.kv_head_) * kBlockQ + row;
-  }
 
-  // The grid is a bound on the items x (key/value heads x value splits), in one dimension with the heads fastest: the heads
-  // of one token lie beside each other in memory, and are read at the same time. False past the last item.
+  // The grid is a bound on the items. False past the last one.
   __device__ static bool find_work(const Params& p, Work& work) {
-    work.warp = Shape::kKeyWarps > 1 ? 0 : warp_id();
-    const int parts = p.num_kv_heads * Shape::kValueSplits, part_of_item = blockIdx.x % parts;
-    work.item = blockIdx.x / parts;
-    work.kv_head_ = part_of_item / Shape::kValueSplits;
-    work.value_column = part_of_item % Shape::kValueSplits * Shape::kSplitColumns;
+    Rows::take_part(p, work);
     work.request = warp_count_up_to(p.item_indptr + 1, p.batch, work.item);
     if (work.request >= p.batch) return false;
     const int first_item = p.item_indptr[work.request], items = p.item_indptr[work.request + 1] - first_item;
     work.q_start = p.q_indptr[work.request];
     work.seq_q = p.q_indptr[work.request + 1] - work.q_start;
     work.seq_k = p.kv_lens[work.request];
-    work.num_packed = work.seq_q * p.group_size;
+    work.num_packed = min(work.seq_q, p.q_rows - work.q_start) * p.group_size;
     const int chunk = *p.chunk;
     const int splits = max((work.seq_k + chunk - 1) / chunk, 1);
     int local = work.item - first_item;
@@ -108,11 +76,10 @@ struct PagedLayout {
       local = items - 1 - local;
       work.item = first_item + local;
     }
-    const int tile = local / splits, split = local - tile * splits;
+    const int tile = local / splits;
     work.first_row = tile * kBlockQ;
-    work.split = splits > 1;
-    work.chunk.first = split * chunk;
-    work.chunk.last = min(work.seq_k - work.chunk.first, chunk) + work.chunk.first;  // never past seq_k, never overflows
+    if (work.first_row >= work.num_packed) return false;  // rows that q does not have
+    Rows::take_chunk(work, 0, chunk, local - tile * splits, splits);
     work.pages = p.page_indices + p.page_begin[work.request];
     if constexpr (Shape::kPageScales) work.value_reference = largest_value_scale(p, work);
     return true;
@@ -155,7 +122,7 @@ struct PagedLayout {
     const QueryElement* q_rope = static_cast<const QueryElement*>(p.q_rope);
     load_query_rows<Shape>(shared, [&](int row) {
       const int64_t token = work.q_start + query(p, work, row);
-      const int head = PagedLayout::head(p, work, row);
+      const int head = Rows::head(p, work, row);
       const QueryElement* from = q + token * p.q_row + head * p.q_head;
       const QueryElement* rope = Shape::kRopeDim > 0 ? q_rope + token * p.q_rope_row + head * p.q_rope_head - kLatentDim : nullptr;
       return [from, rope](int column) { return (Shape::kRopeDim > 0 && column >= kLatentDim ? rope : from) + column; };
@@ -205,7 +172,7 @@ struct PagedLayout {
 
     __device__ Loader(const Params& params, const Work& block, int tile, bool any) : p(params), work(block) {
       k = static_cast<const KeyElement*>(p.k) + work.kv_head_ * p.k_head;
-      k_rope = Shape::kRopeDim > 0 ? static_cast<const KeyElement*>(p.k_rope) - kLatentDim : nullptr;
+      k_rope = Shape::kRopeDim > 0 && !Shape::kPlainRope ? static_cast<const KeyElement*>(p.k_rope) - kLatentDim : nullptr;
       v = static_cast<const KeyElement*>(p.v) + work.kv_head_ * p.v_head + work.value_column;
       value_columns = min(Shape::kSplitColumns, Shape::kHeadDimV - work.value_column);
       if (any) next.look_up(p, work, tile * kBlockK);
@@ -216,8 +183,17 @@ struct PagedLayout {
       return [this, &pages, first_key](int step, int row) {
         const int64_t page = pages.of(step), slot = place_of(p, first_key + row).slot;
         const KeyElement* latent = k + (page * p.k_page + slot * p.k_row);
-        const KeyElement* rope = Shape::kRopeDim > 0 ? k_rope + (page * p.k_rope_page + slot * p.k_rope_row) : nullptr;
-        return [latent, rope](int column) { return (Shape::kRopeDim > 0 && column >= kLatentDim ? rope : latent) + column; };
+        const bool two = Shape::kRopeDim > 0 && !Shape::kPlainRope;
+        const KeyElement* rope = two ? k_rope + (page * p.k_rope_page + slot * p.k_rope_row) : nullptr;
+        return [latent, rope](int column) { return (two && column >= kLatentDim ? rope : latent) + column; };
+      };
+    }
+    // Rope rows in the type of the products: they need no widening.
+    __device__ auto plain_rope_at(const Pages& pages, int first_key) const {
+      return [this, &pages, first_key](int step, int row) {
+        const int64_t page = pages.of(step), slot = place_of(p, first_key + row).slot;
+        const T* from = static_cast<const T*>(p.k_rope) + (page * p.k_rope_page + slot * p.k_rope_row);
+        return [from](int column) { return from + column; };
       };
     }
     __device__ auto values_at(const Pages& pages, int first_key) const {
@@ -243,9 +219,12 @@ struct PagedLayout {
 
     using KeyBytes = ByteCopier<Shape, KeyTile, kAcross>;
     using ValueBytes = ByteCopier<Shape, ValueTile, kAcross>;
-    __device__ void load_bytes(uint32_t slot, uint32_t scales, int first_key) {
+    __device__ void load_bytes(uint32_t slot, uint32_t scales, uint32_t rope, int first_key) {
       const int rows = work.chunk.last - first_key;
-      KeyBytes::load_rows(slot, keys_at(next, first_key), rows, Shape::kHeadDim);
+      KeyBytes::load_rows(slot, keys_at(next, first_key), rows, Shape::kKeyColumns);
+      if constexpr (Shape::kPlainRope) {
+        Copier<Shape, typename Shape::RopeTile, kAcross>::load_rows(rope, plain_rope_at(next, first_key), rows, Shape::kRopeDim);
+      }
       ValueBytes::load_rows(slot + Shape::kKeyStageBytes, values_at(next, first_key), rows, value_columns);
       if constexpr (Shape::kPageScales) load_scales(scales, rows);
       advance(first_key);

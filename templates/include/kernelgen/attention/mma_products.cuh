@@ -23,7 +23,7 @@ struct Products {
     }
   }
 
-  // scores = Q K^T for the warp's rows.
+  // scores = Q K^T for the warp's rows, without a plain rope part.
   __device__ static void multiply_keys(
       typename Shape::Scores& scores, const QueryFragments& q_registers, uint32_t q_lane, uint32_t k_lane) {
 #pragma unroll
@@ -34,8 +34,21 @@ struct Products {
         for (int i = 0; i < 4; ++i) scores[m][n][i] = 0.0f;
       }
     }
+    add_products<KeyTile, 0, Shape::kKeyDepth / 16>(scores, q_registers, q_lane, k_lane);
+  }
+
+  // scores += Q K^T over a plain rope part.
+  __device__ static void add_rope(
+      typename Shape::Scores& scores, const QueryFragments& q_registers, uint32_t q_lane, uint32_t rope_lane) {
+    add_products<typename Shape::RopeTile, Shape::kKeyDepth / 16, kDepthSteps>(scores, q_registers, q_lane, rope_lane);
+  }
+
+  // scores += Q K^T over k16 steps [First, End) of the queries; `k_lane` lies in a tile of keys that begins at the first.
+  template <class Tile, int First, int End>
+  __device__ static void add_products(
+      typename Shape::Scores& scores, const QueryFragments& q_registers, uint32_t q_lane, uint32_t k_lane) {
 #pragma unroll
-    for (int step = 0; step < kDepthSteps; ++step) {
+    for (int step = First; step < End; ++step) {
       uint32_t a[kRowTiles][4];
       if constexpr (Shape::kQueryInRegisters) {
 #pragma unroll
@@ -46,7 +59,7 @@ struct Products {
 #pragma unroll
       for (int n = 0; n < Shape::kKeyTiles; n += 2) {
         uint32_t b[4];
-        ldmatrix_x4(b, KeyTile::chunk_step(k_lane, 2 * step) + n * 8 * KeyTile::kRowBytes);
+        ldmatrix_x4(b, Tile::chunk_step(k_lane, 2 * (step - First)) + n * 8 * Tile::kRowBytes);
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
           mma_m16n8k16<T>(scores[m][n], a[m], b[0], b[1]);

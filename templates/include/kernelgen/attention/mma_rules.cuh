@@ -20,6 +20,9 @@ struct Rules {
   static constexpr int kLaneRows = Shape::kLaneRows;
   static constexpr int kKeyTiles = Shape::kKeyTiles;
 
+  // The score of a key that a row may not attend to.
+  __device__ static float hidden_score() { return Shape::kSoftmax ? -infinity() : 0.0f; }
+
   // A float32 scale by two strides; null is 1.
   __device__ static float scale_at(const float* scales, int64_t first, int64_t second) {
     return scales == nullptr ? 1.0f : scales[first + second];
@@ -53,7 +56,7 @@ struct Rules {
     row.factor = Shape::kSoftCap ? p.cap_scale : p.logit_scale;
     if constexpr (Shape::kScales) {
       row.factor *= scale_at(p.q_scale, work.request * p.q_scale_batch, head * p.q_scale_head);
-      if constexpr (!Shape::kPageScales) {
+      if constexpr (!Shape::kPageScales && !Shape::kPlainRope) {
         row.factor *= scale_at(p.k_scale, work.request * p.k_scale_batch, Layout::kv_head(p, work) * p.k_scale_head);
       }
     }
@@ -76,6 +79,20 @@ struct Rules {
     return admitted;
   }
 
+  // Products of the latent parts of keys beside a plain rope part, which is not scaled: takes their scales.
+  __device__ static void scale_latent(typename Shape::Scores& scores, const Params& p, const Work& work, uint32_t key_scales) {
+    float factor = p.k_factor;
+    if constexpr (Shape::kScales && !Shape::kPageScales) factor *= scale_at(p.k_scale, work.request * p.k_scale_batch, 0);
+#pragma unroll
+    for (int i = 0; i < Shape::kRowTiles * kKeyTiles * 4; ++i) {
+      float of_key = factor;
+      if constexpr (Shape::kPageScales) {
+        of_key *= __uint_as_float(load_word(key_scales + (lane_id() % 4 * 2 + i / 4 % kKeyTiles * 8 + i % 2) * 4));
+      }
+      scores[i / (kKeyTiles * 4)][i / 4 % kKeyTiles][i % 4] *= of_key;
+    }
+  }
+
   // The full rule, for one key of a tile.
   __device__ static bool visible(const Params& p, const Work& work, int row_in_block, int key) {
     if constexpr (!Shape::kAnyHidden) {
@@ -90,7 +107,7 @@ struct Rules {
     }
   }
 
-  // Scores to logits in units of softmax's `scale`, hidden ones to -inf. `partial`: some row of the warp sees the tile in
+  // Scores to logits in units of softmax's `scale`, or to weights without one; hidden ones to hidden_score(). `partial`: some row of the warp sees the tile in
   // part by position. key_scales: shared address of the tile's key scales (kPageScales).
   __device__ static void apply(
       typename Shape::Scores& scores, const Params& p, const Work& work, int first_key, bool partial, uint32_t key_scales) {
@@ -147,21 +164,21 @@ struct Rules {
             score = tanh_exp(score * p.cap_scale);
           }
           const bool hidden = key < row.keys.first || key >= row.keys.last || !admitted(p, row, at);
-          score = hidden ? -infinity() : score;
+          score = hidden ? hidden_score() : score;
         }
       }
     }
   }
 
-  // The natural logit times log2(e).
+  // The natural logit times log2(e), or without a softmax the weight.
   __device__ static float logit(float score, const Params& p, const Row& row, const VariantContext& at, uint32_t key_scale) {
     float factor = row.factor;
-    if constexpr (Shape::kPageScales) factor *= __uint_as_float(load_word(key_scale));
+    if constexpr (Shape::kPageScales && !Shape::kPlainRope) factor *= __uint_as_float(load_word(key_scale));
     float s = score * factor;
     if constexpr (Shape::kSoftCap) s = tanh_exp(s) * p.logit_scale;
     if constexpr (Shape::kAlibi) s = fmaf(-row.slope, fabsf(static_cast<float>(at.k_pos - at.q_pos)), s);
     if constexpr (Shape::kVariant) s = Layout::Variant::score(s, at, p.variant_words);
-    return s * kLog2E;
+    return Shape::kSoftmax ? s * kLog2E : s;
   }
   // What softmax multiplies the scores with to get base-2 exponents. Soft-capped scores of a plain kernel are in units of
   // the cap; masked ones without any natural feature keep their factor.

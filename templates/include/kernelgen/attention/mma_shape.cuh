@@ -4,8 +4,11 @@
 //   Element            what the tensor cores multiply: bf16 or fp16
 //   QueryElement, KeyElement, OutElement   as stored; fp8 is converted to Element on the way to shared memory
 //   kHeadDim, kHeadDimV, kRopeDim          MLA: the last kRopeDim of kHeadDim come from tensors of their own
+//   kPlainRope         that part of the keys is of type Element beside fp8 latent rows, and has no scale
 //   kRagged, kKvLens, kBoundedLeft, kBoundedRight, kSoftCap, kLse, kAlibi, kSinks, kScales, kPageScales
+//   kFlatGrid          dense and ragged: more heads or requests than a grid has in y and z, so all of it lies in x
 //   kMask              0 none, or MaskForm;  kVariant: VariantFunctions is defined
+//   kSoftmax           false: the scores of a variant are the weights themselves, see mma_weights.cuh
 //   kAlignment         bytes
 //   kBlockQ, kBlockK, kWarps, kStages, kQueryInRegisters, kValueSplits, kKeyWarps
 #pragma once
@@ -59,6 +62,7 @@ struct AttentionShape : Options {
 
   static_assert(kBlockQ % (16 * kWarps) == 0, "a warp owns whole 16-row tiles");
   static_assert(kBlockK % 16 == 0, "P is the A operand of k16 steps");
+  static_assert(Options::kSoftmax || !(Options::kLse || Options::kSinks), "an LSE and sinks are parts of a softmax");
 
   // Only a bounded side makes rows of one tile see different keys by position; a given mask or a variant may hide any key.
   static constexpr bool kWindowed = Options::kBoundedLeft || Options::kBoundedRight;
@@ -71,23 +75,32 @@ struct AttentionShape : Options {
   static constexpr bool kStaged = is_fp8_v<typename Options::KeyElement>;
   static constexpr int kTileSlots = kStaged ? 1 : kStages;
 
+  // Columns of keys in KeyTile. A plain rope part is of no use to the widening: it has tiles of its own, in a ring of its own.
+  static constexpr bool kPlainRope = Options::kPlainRope;
+  static constexpr int kKeyColumns = kHeadDim - (kPlainRope ? Options::kRopeDim : 0);
+  static constexpr int kKeyDepth = round_up(kKeyColumns, 16);
+  static_assert(!kPlainRope || (kStaged && kKeyColumns % 16 == 0), "the rope part begins at a k16 step");
+
   using QueryTile = SharedTile<kBlockQ, kDepth>;
-  using KeyTile = SharedTile<kBlockK, kDepth>;
+  using KeyTile = SharedTile<kBlockK, kKeyDepth>;
+  using RopeTile = SharedTile<kBlockK, round_up(max_of(Options::kRopeDim, 8), 16)>;
   using ValueTile = SharedTile<kBlockK, kSplitColumns>;
   using OutTile = SharedTile<kBlockQ, kSplitColumns>;
 
   // Shared memory of a group: Q, then key tiles, then value tiles, then the bytes of fp8 keys and values, then scales of
-  // keys and of values. The output tile, or what the warps of a block exchange at the end, reuses the front.
+  // keys and of values, then plain rope tiles. The output tile, or what the warps of a block exchange at the end, reuses the front.
   static constexpr int kKeyBase = QueryTile::kBytes;
   static constexpr int kValueBase = kKeyBase + kTileSlots * KeyTile::kBytes;
   static constexpr int kBytesBase = kValueBase + kTileSlots * ValueTile::kBytes;
-  static constexpr int kKeyStageBytes = kBlockK * kDepth;
+  static constexpr int kKeyStageBytes = kBlockK * kKeyDepth;
   static constexpr int kStageBytes = kStaged ? kKeyStageBytes + kBlockK * kSplitColumns : 0;
   static constexpr int kScaleBase = kBytesBase + kStages * kStageBytes;
-  // One slot more than stages: a slot of bytes is free once it is widened, its scales only after the tile's product.
+  // One slot more than stages: a slot of bytes is free once it is widened, its scales and rope only after the tile's product.
   static constexpr int kScaleSlots = Options::kPageScales ? kStages + 1 : 0;
   static constexpr int kScaleSlotBytes = 2 * kBlockK * 4;
-  static constexpr int kGroupBytes = kScaleBase + kScaleSlots * kScaleSlotBytes;
+  static constexpr int kRopeBase = kScaleBase + kScaleSlots * kScaleSlotBytes;
+  static constexpr int kRopeSlots = kPlainRope ? kStages + 1 : 0;
+  static constexpr int kGroupBytes = kRopeBase + kRopeSlots * RopeTile::kBytes;
 
   // A lane holds two rows of each 16-row tile: row_half 0 is row lane / 4, row_half 1 is 8 below.
   static constexpr int kLaneRows = 2 * kRowTiles;

@@ -91,7 +91,7 @@ struct Nonfinite {
 
   // Adds the tile's inf and NaN values to the output of the rows that may attend to them (the result is inf or NaN
   // whatever their weight), then replaces them by 0. Rare: called by the whole group when a partly visible tile
-  // holds such a value.
+  // holds such a value, under a softmax.
   __device__ static void absorb(
       typename Shape::Output& output, const typename Layout::Params& p, const typename Layout::Work& work, int first_key,
       uint32_t v_tile) {
@@ -111,6 +111,46 @@ struct Nonfinite {
         }
       }
     }
+    clear(v_tile);
+  }
+
+  // The same without a softmax, where an inf counts with the sign of its weight and a weight may be 0: behind the weights
+  // of the tile. `sees`: the warp has any.
+  __device__ static void absorb_weighted(
+      typename Shape::Output& output, const typename Shape::Weights& weights, bool sees, const typename Layout::Params& p,
+      const typename Layout::Work& work, int first_key, uint32_t v_tile) {
+    constexpr int kSteps = Shape::kBlockK / 16;
+    uint32_t held[Shape::kRowTiles * kSteps * 4];  // a copy that may be indexed by key: the fragments stay in registers
+#pragma unroll
+    for (int i = 0; i < Shape::kRowTiles * kSteps * 4; ++i) held[i] = sees ? weights[i / (kSteps * 4)][i / 4 % kSteps][i % 4] : 0;
+#pragma unroll 1
+    for (int key = 0; key < (sees ? Shape::kBlockK : 0); ++key) {
+      float weight[Shape::kLaneRows];
+#pragma unroll
+      for (int r = 0; r < Shape::kLaneRows; ++r) {
+        const uint32_t mine = held[(r / 2 * kSteps + key / 16) * 4 + key / 8 % 2 * 2 + r % 2];
+        const float2 pair = unpack_pair<T>(__shfl_sync(kFullWarp, mine, lane_id() / 4 * 4 + key % 8 / 2));
+        weight[r] = key % 2 == 0 ? pair.x : pair.y;
+      }
+#pragma unroll
+      for (int n = 0; n < Shape::kValueTiles; ++n) {
+        const uint32_t word = load_word(v_tile + ValueTile::offset(key, n) + lane_id() % 4 * 4);
+        const uint32_t bad = nonfinite_halves<T>(word);
+        if (bad == 0) continue;
+        const float2 value = unpack_pair<T>(word & ((bad >> 15) * 0xffffu));
+#pragma unroll
+        for (int r = 0; r < Shape::kLaneRows; ++r) {
+          if (!Rules<Shape, Layout>::visible(p, work, Shape::row_in_block(work.warp, r), first_key + key)) continue;
+          if (bad & 0x8000u) output[r / 2][n][r % 2 * 2] += weight[r] * value.x;
+          if (bad & 0x80000000u) output[r / 2][n][r % 2 * 2 + 1] += weight[r] * value.y;
+        }
+      }
+    }
+    clear(v_tile);
+  }
+
+  // Replaces the tile's inf and NaN values by 0.
+  __device__ static void clear(uint32_t v_tile) {
     Shape::group_sync();  // every warp has read the tile before anyone clears parts of it
     C::rewrite(v_tile, [](uint32_t w) { return w & ~((nonfinite_halves<T>(w) >> 15) * 0xffffu); });
     Shape::group_sync();  // the cleared tile is complete before the product reads it

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <kernelgen/attention/mma_rules.cuh>
+#include <kernelgen/attention/mma_weights.cuh>
 
 namespace kernelgen {
 
@@ -80,6 +81,13 @@ struct Store {
     return factor;
   }
 
+  // What a row's output is multiplied with to be final: 1 / sum, 0 for a row that attended to nothing; or the unit of weights
+  // that are no softmax.
+  __device__ static float normaliser(float maximum, float sum) {
+    if constexpr (!Shape::kSoftmax) return PlainWeights<Shape>::unit(maximum);
+    return sum == 0.0f ? 0.0f : reciprocal_approx(sum);
+  }
+
   // Normalises, rounds and stores the warp's rows through shared memory, in 16-byte pieces; stores the LSE.
   __device__ static void rows(
       const Params& p, const Work& work, Output& output, float (&maxima)[kLaneRows], float (&sums)[kLaneRows],
@@ -88,12 +96,12 @@ struct Store {
     const int pair = lane_id() % 4;
 #pragma unroll
     for (int r = 0; r < kLaneRows; ++r) {
-      float sum = quad_sum(sums[r]);
+      float sum = Shape::kSoftmax ? quad_sum(sums[r]) : 0.0f;
       const int row = Shape::row_in_block(work.warp, r);
       const bool exists = Layout::row_exists(work, row);
       float scale = 1.0f;
       if constexpr (Shape::kSinks) scale = add_sink(p.sinks[Layout::head(p, work, exists ? row : 0)], maxima[r], sum);
-      float inverse = sum == 0.0f ? 0.0f : reciprocal_approx(sum);  // 0: the row attended to nothing
+      float inverse = normaliser(maxima[r], sum);
       if constexpr (Shape::kSinks) inverse *= scale;
       if constexpr (Shape::kStaged) inverse *= value_factor(p, work);
 #pragma unroll
@@ -123,19 +131,19 @@ struct Store {
     }
   }
 
-  // One chunk of keys out of several: the chunk's own softmax in float32, merged by another kernel.
+  // One chunk of keys out of several: the chunk's own softmax, or its sum without one, in float32; merged by another kernel.
   __device__ static void partial(
       const Params& p, const Work& work, Output& output, const float (&maxima)[kLaneRows], float (&sums)[kLaneRows]) {
     const int pair = lane_id() % 4;
 #pragma unroll
     for (int r = 0; r < kLaneRows; ++r) {
-      const float sum = quad_sum(sums[r]);
-      float inverse = sum == 0.0f ? 0.0f : reciprocal_approx(sum);
+      const float sum = Shape::kSoftmax ? quad_sum(sums[r]) : 0.0f;
+      float inverse = normaliser(maxima[r], sum);
       if constexpr (Shape::kStaged) inverse *= value_factor(p, work);
       const int row = Shape::row_in_block(work.warp, r);
       if (!Layout::row_exists(work, row)) continue;
       const int64_t slot = Layout::partial_slot(p, work, row);
-      if (pair == 0 && work.value_column == 0) p.partial_lse[slot] = (maxima[r] + log2_approx(sum)) * kLn2;
+      if (Shape::kSoftmax && pair == 0 && work.value_column == 0) p.partial_lse[slot] = (maxima[r] + log2_approx(sum)) * kLn2;
       float* out = p.partial_out + slot * Shape::kHeadDimV + work.value_column;
 #pragma unroll
       for (int n = 0; n < kValueTiles; ++n) {

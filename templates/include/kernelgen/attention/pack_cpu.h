@@ -56,7 +56,8 @@ struct Packing {
       Scalar factor = 1;
       if constexpr (G::kPageScales) factor = tile.key_factor(j);
       widen_row<kMain>(tile.key(j), keys + j * G::kHeadDim, factor);
-      if constexpr (G::kRopeDim > 0) widen_row<G::kRopeDim>(tile.rope(j), keys + j * G::kHeadDim + kMain, factor);
+      if constexpr (G::kRopeDim > 0)
+        widen_row<G::kRopeDim>(tile.rope(j), keys + j * G::kHeadDim + kMain, G::kPlainRope ? Scalar(1) : factor);
     }
   }
 

@@ -1,7 +1,8 @@
-// Second stage of planned attention: merges what the chunks of a request's keys gave, and writes output and LSE.
+// Second stage of attention whose keys are split: merges what the chunks of a request's keys gave, and writes output and LSE.
 //
 // The grid is (query rows, heads or fewer). A block takes one query row and one head after another; its warps divide the
-// chunks, and add up through shared memory. Requests with one chunk were written by the first stage.
+// chunks, and add up through shared memory. Requests with one chunk were written by the first stage. Without a softmax the
+// chunks' outputs are added as they are: as if each had an LSE of 0, which was never written, and without the division.
 #pragma once
 
 #include <kernelgen/attention/paged_params.cuh>
@@ -11,8 +12,35 @@
 
 namespace kernelgen {
 
-template <class Options>
+// One row of the queries and where its partial results are: split s of tile t is item first_item + t * stride + s.
+struct SplitRow {
+  int request, query;  // of the request
+  int64_t token;       // row of the output, or of its request where requests have a stride of their own
+  int first_item, splits, stride;
+};
+
+// Rows of a planned call.
+struct PlannedRows {
+  using Params = PagedMmaParams;
+
+  // False where there is nothing to merge. A collective of the warp.
+  __device__ static bool find(const Params& p, int token, SplitRow& row) {
+    row.request = warp_count_up_to(p.q_indptr + 1, p.batch, token);
+    if (row.request >= p.batch) return false;
+    const int chunk = *p.chunk, seq_k = p.kv_lens[row.request];
+    row.splits = row.stride = max((seq_k + chunk - 1) / chunk, 1);
+    row.query = token - p.q_indptr[row.request];
+    row.token = token;
+    row.first_item = p.item_indptr[row.request];
+    return row.splits > 1;
+  }
+  __device__ static int64_t output(const Params& p, const SplitRow& row, int head) { return row.token * p.out_row + head * p.out_head; }
+  __device__ static int64_t lse(const Params& p, const SplitRow& row, int head) { return row.token * p.lse_row + head * p.lse_head; }
+};
+
+template <class Options, class Rows = PlannedRows>
 struct PagedMerge {
+  using Params = typename Rows::Params;
   using Out = typename Options::OutElement;
   static constexpr int kColumns = Options::kHeadDimV;
   static constexpr int kWarps = 4;
@@ -50,26 +78,23 @@ struct PagedMerge {
     return w < kSmallest ? kSmallest : w;  // a comparison, so that NaN stays NaN
   }
 
-  __device__ static void run(const PagedMmaParams& p) {
+  __device__ static void run(const Params& p) {
     __shared__ float2 shared_values[kWarps][kPairs * kWarpSize];
     __shared__ float shared_maximum[kWarps], shared_sum[kWarps];
-    const int token = blockIdx.x, warp = threadIdx.x / kWarpSize, lane = lane_id();
-    const int request = warp_count_up_to(p.q_indptr + 1, p.batch, token);
-    if (request >= p.batch) return;
-    const int chunk = *p.chunk, seq_k = p.kv_lens[request];
-    const int splits = max((seq_k + chunk - 1) / chunk, 1);
-    if (splits == 1) return;
-    const int query = token - p.q_indptr[request], first_item = p.item_indptr[request];
+    const int warp = threadIdx.x / kWarpSize, lane = lane_id();
+    SplitRow found;
+    if (!Rows::find(p, blockIdx.x, found)) return;
     for (int head = blockIdx.y; head < p.num_q_heads; head += gridDim.y) {
-      const int kv_head = head / p.group_size, row = query * p.group_size + head % p.group_size;
-      const int64_t item = first_item + row / Options::kBlockQ * splits;
+      const int kv_head = head / p.group_size, row = found.query * p.group_size + head % p.group_size;
+      const int64_t item = found.first_item + row / Options::kBlockQ * found.stride;
       auto slot_of = [&](int split) { return ((item + split) * p.num_kv_heads + kv_head) * Options::kBlockQ + row % Options::kBlockQ; };
 
       State state{-infinity(), 0.0f, {}};
 #pragma unroll 2
-      for (int split = warp; split < splits; split += kWarps) {
+      for (int split = warp; split < found.splits; split += kWarps) {
         const int64_t slot = slot_of(split);
-        add(state, p.partial_lse[slot], p.partial_out + slot * kColumns);
+        const float lse = Options::kSoftmax ? p.partial_lse[slot] : 0.0f;
+        add(state, lse, p.partial_out + slot * kColumns);
       }
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) shared_values[warp][i * kWarpSize + lane] = state.values[i];
@@ -78,13 +103,13 @@ struct PagedMerge {
         shared_sum[warp] = state.sum;
       }
       __syncthreads();  // every warp's part is complete before the first one reads it
-      if (warp == 0) write(p, token, head, shared_values, shared_maximum, shared_sum);
+      if (warp == 0) write(p, found, head, shared_values, shared_maximum, shared_sum);
       __syncthreads();  // read before the next head's parts overwrite it
     }
   }
 
   __device__ static void write(
-      const PagedMmaParams& p, int token, int head, const float2 (&values)[kWarps][kPairs * kWarpSize],
+      const Params& p, const SplitRow& found, int head, const float2 (&values)[kWarps][kPairs * kWarpSize],
       const float (&maxima)[kWarps], const float (&sums)[kWarps]) {
     float maximum = -infinity();
 #pragma unroll
@@ -106,8 +131,8 @@ struct PagedMerge {
       }
     }
     if constexpr (Options::kSinks) sum += nothing ? 0.0f : exp2_approx((p.sinks[head] - maximum) * kLog2E);
-    const float inverse = sum == 0.0f ? 0.0f : reciprocal_approx(sum);
-    Out* out = static_cast<Out*>(p.out) + (int64_t{token} * p.out_row + head * p.out_head);
+    const float inverse = !Options::kSoftmax ? 1.0f : sum == 0.0f ? 0.0f : reciprocal_approx(sum);
+    Out* out = static_cast<Out*>(p.out) + Rows::output(p, found, head);
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       if (!holds(i)) continue;
@@ -117,7 +142,7 @@ struct PagedMerge {
       out[column + 1] = from_float<Out>(total[i].y * inverse);
     }
     if (Options::kLse && lane_id() == 0) {
-      p.lse[int64_t{token} * p.lse_row + head * p.lse_head] = sum == 0.0f ? -infinity() : maximum + log2_approx(sum) * kLn2;
+      p.lse[Rows::lse(p, found, head)] = sum == 0.0f ? -infinity() : maximum + log2_approx(sum) * kLn2;
     }
   }
 };

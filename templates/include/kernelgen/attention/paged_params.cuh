@@ -1,12 +1,11 @@
 // The argument of the planned kernels, and what the plan's arrays hold (docs/design/attention_inference.md).
 #pragma once
 
-#include <kernelgen/cuda/types.cuh>
+#include <kernelgen/attention/chunk.cuh>
 
 namespace kernelgen {
 
 enum class PageKind { contiguous, pow2, any };
-constexpr int kChunkUnit = 64;  // a chunk is a multiple of this many keys
 
 // Strides are in elements. Pointers of features that are off are null.
 struct PagedMmaParams {
@@ -42,10 +41,12 @@ struct PagedMmaParams {
   int64_t alibi_batch, alibi_head;
   int64_t q_scale_batch, q_scale_head, k_scale_batch, k_scale_head, v_scale_batch, v_scale_head;
   int32_t batch, num_q_heads, num_kv_heads, group_size;
+  int32_t q_rows;  // of q and out: an update may plan more than a captured run has
   int32_t page_size, page_shift;
   int32_t window_left, window_right;
   uint32_t q_keep, q_flip;
   float logit_scale, cap_scale, v_factor;
+  float k_factor;  // of latent keys beside a plain rope part
 };
 
 }  // namespace kernelgen

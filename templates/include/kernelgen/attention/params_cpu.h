@@ -23,7 +23,7 @@ struct AttentionCpuParams {
   const float* k_scale;       // [batch][key head] or [page][key head]; null: 1
   const float* v_scale;
   const int64_t* variant_words;
-  // Plans only.
+  // Plans only, but for the partial results.
   const void* q_rope;         // [row][head][rope_dim]
   const void* k_rope;         // pages [page][slot][rope_dim]
   const int32_t* page_begin;  // (B) where a request's pages start in page_indices
@@ -42,13 +42,15 @@ struct AttentionCpuParams {
   int64_t alibi_batch, alibi_head, sink_head;
   int64_t q_scale_batch, q_scale_head, k_scale_batch, k_scale_head, v_scale_batch, v_scale_head;  // paged: _batch of a page
   int64_t q_rope_row, q_rope_head, k_rope_page, k_rope_row;
-  int64_t batch, seq_q, seq_k;  // ragged: total tokens
+  int64_t batch, seq_q, seq_k;  // ragged: total tokens; paged: seq_q rows of q
   int64_t num_kv_heads, group_size;
   int64_t task_rows;            // a multiple of kWidth
   int64_t page_size, page_shift;
+  int64_t split_chunk, splits, slots, min_chunk;  // dense and ragged calls whose keys are split: see split_cpu.h
   int64_t window_left, window_right;
   double scale, soft_cap;
   double v_factor;              // of the output
+  double k_factor;              // of the latent part of keys, where the rope part has no scale
 };
 
 }  // namespace kernelgen

@@ -3,7 +3,7 @@
 // One block walks the requests kThreads at a time, twice: sums and the longest request first, for the chunk; then prefix sums.
 #pragma once
 
-#include <kernelgen/cuda/types.cuh>
+#include <kernelgen/attention/chunk.cuh>
 #include <kernelgen/cuda/warp.cuh>
 
 namespace kernelgen {
@@ -26,7 +26,6 @@ struct PlanParams {
 };
 
 constexpr int kPlanThreads = 1024;
-constexpr int kPlanChunkUnit = 64;
 
 struct PlanBlock {
   static constexpr int kWarps = kPlanThreads / kWarpSize;
@@ -75,17 +74,6 @@ struct PlanBlock {
     return r;
   }
 
-  __device__ static int64_t round_to_unit(int64_t keys) { return (keys + kPlanChunkUnit - 1) / kPlanChunkUnit * kPlanChunkUnit; }
-
-  // As schedule.make_schedule: about `slots` items.
-  __device__ static int chunk_of(const PlanParams& p, int64_t tiles, int64_t work, int64_t longest) {
-    if (p.fixed_chunk > 0) return p.fixed_chunk;
-    const int64_t whole = max_of(round_to_unit(longest), int64_t{kPlanChunkUnit});
-    if (tiles >= p.slots) return static_cast<int>(whole);
-    const int64_t share = (work + p.slots - 1) / p.slots;
-    return static_cast<int>(min_of(whole, max_of(round_to_unit(share), int64_t{p.min_chunk})));
-  }
-
   __device__ static void run(const PlanParams& p) {
     __shared__ int64_t shared[kWarps];
     __shared__ int longest;
@@ -102,7 +90,7 @@ struct PlanBlock {
     atomicMax(&longest, own_longest);
     scan(tiles, tiles, shared);
     scan(work, work, shared);  // its barriers also make `longest` complete
-    const int chunk = chunk_of(p, tiles, work, longest);
+    const int chunk = p.fixed_chunk > 0 ? p.fixed_chunk : chunk_for(tiles, work, longest, p.slots, p.min_chunk);
 
     int64_t items_before = 0, mask_before = 0;
     for (int first = 0; first < p.size; first += kPlanThreads) {

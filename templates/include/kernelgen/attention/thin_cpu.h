@@ -18,6 +18,7 @@ struct ThinPanel {
   using Scalar = typename G::Scalar;
   using Panel = typename G::Panel;
   using KeyValue = typename G::KeyValue;
+  using Rope = typename G::Rope;
 
   static constexpr int kLanes = G::kLanes, kWidth = G::kWidth;
   static constexpr int kRowBlock = 4;
@@ -30,6 +31,7 @@ struct ThinPanel {
   static constexpr int kCols = 2;
 #endif
   static constexpr int kMain = G::kHeadDim - G::kRopeDim;
+  static constexpr bool kScaledMain = G::kPageScales && G::kPlainRope;  // page scales are of this part alone
   static constexpr int padded(int dim) { return (dim + kLanes - 1) / kLanes * kLanes; }
   static constexpr int kQueryStride = padded(kMain) + padded(G::kRopeDim);
   static constexpr int kOutStride = padded(G::kHeadDimV);
@@ -57,8 +59,8 @@ struct ThinPanel {
     for (int d = 0; d < kDim; d += kLanes) V::store(target + d, load<kDim>(source, d) * V::broadcast(factor));
   }
 
-  template <int kDim>
-  static KERNELGEN_INLINE void add_products(const KeyValue* const (&rows)[kKeys], const Scalar* queries, Reg (&sum)[kLanes]) {
+  template <int kDim, class T>
+  static KERNELGEN_INLINE void add_products(const T* const (&rows)[kKeys], const Scalar* queries, Reg (&sum)[kLanes]) {
 #pragma GCC unroll 1
     for (int d = 0; d < kDim; d += kLanes) {
       Reg q[kRowBlock];
@@ -79,7 +81,8 @@ struct ThinPanel {
                                              int last) {
     for (int j = begin; j < last; j += kKeys) {
       next.prefetch_some(j - begin, kKeys);
-      const KeyValue *main[kKeys], *rope[kKeys];
+      const KeyValue* main[kKeys];
+      const Rope* rope[kKeys];
       for (int i = 0; i < kKeys; ++i) {
         const int key = j + i < last ? j + i : last - 1;
         main[i] = tile.key(key);
@@ -90,6 +93,8 @@ struct ThinPanel {
 #pragma GCC unroll 16
         for (int i = 0; i < kLanes; ++i) sum[i] = V::zero();
         add_products<kMain>(main, query(panel, row), sum);
+        if constexpr (kScaledMain)
+          for (int i = 0; i < kLanes; ++i) sum[i] = sum[i] * V::broadcast(tile.key_factor(j + i / kRowBlock < last ? j + i / kRowBlock : j));
         if constexpr (G::kRopeDim > 0) add_products<G::kRopeDim>(rope, query(panel, row) + padded(kMain), sum);
         V::transpose(sum);
 #pragma GCC unroll 4
@@ -100,10 +105,10 @@ struct ThinPanel {
         V::store(of_pair, sum[0]);
         for (int i = 0; i < kKeys && j + i < last; ++i) {
           Scalar factor = 1;
-          if constexpr (G::kPageScales) factor = tile.key_factor(j + i);
+          if constexpr (G::kPageScales && !kScaledMain) factor = tile.key_factor(j + i);
           for (int r = 0; r < kRowBlock; ++r) {
             const Scalar s = of_pair[i * kRowBlock + r];
-            scores[(j + i) * kWidth + row + r] = G::kPageScales ? s * factor : s;
+            scores[(j + i) * kWidth + row + r] = G::kPageScales && !kScaledMain ? s * factor : s;
           }
         }
       }

@@ -70,6 +70,56 @@ __device__ inline void copy_bytes_aligned(uint32_t shared, const void* source, i
   }
 }
 
+template <int Bytes>
+struct copied_unit {
+  using type = uint8_t;
+};
+template <>
+struct copied_unit<2> {
+  using type = uint16_t;
+};
+
+// Copies the first `bytes` (0 .. 16, any number) of 16 bytes and writes zeros for the rest; `source` is aligned to `Alignment`
+// bytes. Classes 1 and 2 load through registers and are synchronous.
+template <int Alignment>
+__device__ inline void copy_prefix(uint32_t shared, const void* source, int bytes) {
+  if constexpr (Alignment == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(source), "r"(bytes) : "memory");
+  } else if constexpr (Alignment >= 4) {
+    const char* from = static_cast<const char*>(source);
+#pragma unroll
+    for (int i = 0; i < 16; i += Alignment) {
+      asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared + i), "l"(from + i), "n"(Alignment),
+                   "r"(max_of(0, min_of(bytes - i, Alignment)))
+                   : "memory");
+    }
+  } else {
+    using Unit = typename copied_unit<Alignment>::type;
+    uint32_t words[4] = {0, 0, 0, 0};
+    const Unit* from = static_cast<const Unit*>(source);
+#pragma unroll
+    for (int i = 0; i < 16 / Alignment; ++i) {
+      if (i * Alignment < bytes) words[i * Alignment / 4] |= static_cast<uint32_t>(from[i]) << (i * Alignment % 4 * 8);
+    }
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(words[0]), "r"(words[1]), "r"(words[2]),
+                 "r"(words[3])
+                 : "memory");
+  }
+}
+
+// Bytes [first, end) of 16 bytes, zeros for the others; synchronous, of any alignment.
+__device__ inline void copy_window(uint32_t shared, const void* source, int first, int end) {
+  uint32_t words[4] = {0, 0, 0, 0};
+  const uint8_t* from = static_cast<const uint8_t*>(source);
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    if (i >= first && i < end) words[i / 4] |= static_cast<uint32_t>(from[i]) << (i % 4 * 8);
+  }
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(words[0]), "r"(words[1]), "r"(words[2]),
+               "r"(words[3])
+               : "memory");
+}
+
 // Copies one aligned 32-bit word, or writes 0.
 __device__ inline void cp_async_4(uint32_t shared, const void* source, bool valid = true) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(source), "r"(valid ? 4 : 0) : "memory");

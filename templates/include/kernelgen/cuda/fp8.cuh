@@ -70,4 +70,37 @@ __device__ inline void widen_word(uint32_t& low, uint32_t& high, uint32_t word) 
   high = Finite ? widen_finite<F, T>(second) : widen<F, T>(second);
 }
 
+#ifdef __CUDA_ARCH__
+// Two bytes of `word` whose top bits are set as 0xff00 in the half that the byte goes to, others as 0.
+template <int Selector>
+__device__ inline uint32_t spread_signs(uint32_t word) {
+  uint32_t result;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(result) : "r"(word), "n"(Selector));
+  return result;
+}
+#endif
+
+// Four fp8 values of any kind in the order of memory to two pairs of fp16: by the instruction of sm_89 and later, before by
+// widen_finite, over whose results a NaN is written.
+template <class F>
+__device__ inline void widen_word_fp16(uint32_t& low, uint32_t& high, uint32_t word) {
+#ifdef __CUDA_ARCH__
+  if constexpr (is_same_v<F, e4m3>) {
+#if __CUDA_ARCH__ >= 890
+    asm("{.reg .b16 first, second;\n mov.b32 {first, second}, %2;\n cvt.rn.f16x2.e4m3x2 %0, first;\n"
+        " cvt.rn.f16x2.e4m3x2 %1, second;}"
+        : "=r"(low), "=r"(high)
+        : "r"(word));
+#else
+    const uint32_t nan = (word & 0x7f7f7f7fu) + 0x01010101u;  // top bit of its byte
+    widen_word<F, fp16, true>(low, high, word);
+    low |= spread_signs<0x9484>(nan);
+    high |= spread_signs<0xb4a4>(nan);
+#endif
+    return;
+  }
+#endif
+  widen_word<F, fp16>(low, high, word);
+}
+
 }  // namespace kernelgen

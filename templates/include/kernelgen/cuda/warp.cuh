@@ -30,7 +30,14 @@ __device__ inline float warp_max(float x) {
   return x;
 }
 
-__device__ inline float warp_sum(float x) {
+__device__ inline int warp_max(int x) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x = max(x, __shfl_xor_sync(kFullWarp, x, step));
+  return x;
+}
+
+template <class T>
+__device__ inline T warp_sum(T x) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(kFullWarp, x, step);
   return x;

@@ -2,7 +2,7 @@
 //
 // Everything happens in the registers that hold the sums: a thread has two rows and, of every eight columns, two neighbours. The
 // result goes through shared memory, 128 bytes of a row at a time (a slab of 64 rows, swizzled like the operands), so that the copy
-// engine writes whole lines and clips what lies past the end; two slabs take turns. Where out's rows are not aligned to 16 bytes
+// engine writes whole lines and clips what lies past the end; kSlabs slabs take turns. Where out's rows are not aligned to 16 bytes
 // each thread stores its own values.
 //
 // A gated activation makes two columns of the product one output. Where gate and up are halves of b, the tile holds kOutputs columns
@@ -33,10 +33,10 @@ struct DenseEpilogue {
   static constexpr int kSums = Options::kBlockN / 2;  // of a thread, for 64 rows
   static constexpr int kSlabColumns = kSwizzleRowBytes / static_cast<int>(sizeof(Out));
   static constexpr int kSlabBytes = kMmaRows * kSwizzleRowBytes;
-  static constexpr int kStoreBytes = Options::kTmaOut ? 2 * kSlabBytes : 0;
+  static constexpr int kStoreBytes = Options::kTmaOut ? Options::kSlabs * kSlabBytes : 0;
   static_assert(kOutputs % 8 == 0, "eight outputs of a row belong to one instruction");
 
-  uint32_t slabs;  // shared address of this warpgroup's two
+  uint32_t slabs;  // shared address of this warpgroup's kSlabs
   int group;       // of the block's consumers
   int slab = 0;
 
@@ -53,14 +53,16 @@ struct DenseEpilogue {
   // What the two rows and the columns of a thread are multiplied by.
   struct RowScales {
     float top, bottom;
+    const float* columns;
   };
 
-  __device__ static RowScales row_scales(const DenseSm90Params& p, int row) {
+  __device__ static RowScales row_scales(const DenseSm90Params& p, int row, int batch) {
     if constexpr (Options::kScales) {
-      const auto at = [&](int r) { return p.scale_a[static_cast<int64_t>(min(r, p.m - 1)) * p.scale_a_row]; };
-      return {at(row), at(row + 8)};
+      const float* scales = p.scale_a + batch * p.scale_a_batch;
+      const auto at = [&](int r) { return scales[static_cast<int64_t>(min(r, p.m - 1)) * p.scale_a_row]; };
+      return {at(row), at(row + 8), p.scale_b + batch * p.scale_b_batch};
     } else {
-      return {1.0f, 1.0f};
+      return {1.0f, 1.0f, nullptr};
     }
   }
 
@@ -73,7 +75,7 @@ struct DenseEpilogue {
       for (int i = 0; i < 2; ++i) {
         const int j = min(column + i, p.n - 1);
         if constexpr (Options::kScales) {
-          const float scale = p.scale_b[static_cast<int64_t>(j) * p.scale_b_column];
+          const float scale = rows.columns[static_cast<int64_t>(j) * p.scale_b_column];
           x[i] *= rows.top * scale;
           x[i + 2] *= rows.bottom * scale;
         }
@@ -176,12 +178,12 @@ struct DenseEpilogue {
   __device__ void run_rows(const DenseSm90Params& p, const float (&sums)[kSums], int first_row, int first_output, int batch) {
     const bool leader = threadIdx.x % kWarpgroupThreads == 0;
     const int row = first_row + threadIdx.x / 32 % 4 * 16 + lane_id() / 4;
-    const RowScales rows = row_scales(p, row);
+    const RowScales rows = row_scales(p, row, batch);
 #pragma unroll
     for (int column = 0; column < kOutputs; column += kSlabColumns) {
       const uint32_t address = slabs + slab * kSlabBytes;
       if constexpr (Options::kTmaOut) {
-        if (leader) tma_store_wait_read<1>();  // the store before the last has read this slab
+        if (leader) tma_store_wait_read<Options::kSlabs - 1>();  // the store that last read this slab has done so
         named_barrier_sync(1 + group, kWarpgroupThreads);
       }
 #pragma unroll
@@ -212,7 +214,7 @@ struct DenseEpilogue {
           tma_store(map, address, first_output + column, first_row, batch);
           tma_store_commit();
         }
-        slab ^= 1;
+        slab = slab + 1 == Options::kSlabs ? 0 : slab + 1;
       }
     }
   }

@@ -17,12 +17,12 @@ struct DenseSm90Params {
   const void* c;        // shape of out, null without
   const float* scale_a;  // (m) or one
   const float* scale_b;  // (n) or one
-  int64_t c_batch, c_row, out_batch, out_row;
+  int64_t c_batch, c_row, out_batch, out_row, scale_a_batch, scale_b_batch;
   int32_t m, n, k;           // n of b: twice the outputs of a gated activation
   int32_t tiles_m, tiles_n;  // in clusters
   int32_t tiles;             // of all batch entries
   int32_t batched_b;         // 0: one b for all
-  int32_t scale_a_row, scale_b_column;  // strides: 0 for one scale
+  int32_t scale_a_row, scale_b_column;  // strides as above: 0 for one scale
   float beta;
 };
 

@@ -7,6 +7,9 @@
 //   consumer   for every stage: wait until it is full; products of its rows; release the stage before
 //              then the epilogue (dense_epilogue.cuh), during which the producer is already filling stages of the next tile
 //
+// With kPingpong each of two consumers owns every other tile instead of a part of each. They take turns in multiplying, so that
+// the epilogue of one runs beside the products of the other: for tiles that are not deep.
+//
 // The blocks of a cluster own neighbouring tiles: kClusterM of them along M share the tile of b, kClusterN along N that of a. Each
 // loads its share and multicasts it to the others. Tiles past the end are computed from zeros and not stored.
 //
@@ -25,7 +28,7 @@
 namespace kernelgen {
 
 // `Options` is the rendered file's struct of compile-time constants: Element (of a, b), Out, Bias, C; kMmaM, kConsumers, kBlockN,
-// kStages, kClusterM, kClusterN, kBandRows; kRowA, kRowB (row order); kTmaOut (out goes through shared memory); kBias, kActivation,
+// kStages, kSlabs, kClusterM, kClusterN, kBandRows, kPingpong; kRowA, kRowB (row order); kTmaOut (out goes through shared memory); kBias, kActivation,
 // kGate, kAccumulate, kScales, kPromote
 template <class Options>
 struct DenseSm90 : Options {
@@ -35,13 +38,16 @@ struct DenseSm90 : Options {
   using Options::kClusterN;
   using Options::kConsumers;
   using Options::kMmaM;
+  using Options::kPingpong;
   using Options::kPromote;
   using Options::kStages;
   using Epilogue = DenseEpilogue<Options>;
 
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroupThreads;
   static constexpr int kRows = kMmaM * kMmaRows;  // of one consumer
-  static constexpr int kBlockM = kConsumers * kRows;
+  static constexpr int kBlockM = (kPingpong ? 1 : kConsumers) * kRows;
+  static constexpr int kTurn = 1 + kConsumers;  // named barriers of the turns, behind those of the epilogues
+  static_assert(!kPingpong || kConsumers == 2, "two take turns");
   static constexpr int kDepth = kSwizzleRowBytes / static_cast<int>(sizeof(T));
   static constexpr bool kMajorKA = Options::kRowA, kMajorKB = !Options::kRowB;
   using TileA = SmemTile<T, kBlockM, kDepth, kMajorKA>;
@@ -49,7 +55,7 @@ struct DenseSm90 : Options {
   using Product = Wgmma<T, kBlockN>;
 
   static constexpr int kBlocks = kClusterM * kClusterN;
-  using Ring = Pipeline<kStages, 4 * kConsumers, kBlocks>;
+  using Ring = Pipeline<kStages, kPingpong ? 4 : 4 * kConsumers, kBlocks>;
 
   // Registers: 65,536 / 128 = 512 for the warpgroups together; the producer's addresses need few.
   static constexpr int kProducerRegisters = kConsumers == 1 ? 56 : kConsumers == 2 ? 40 : 32;
@@ -138,15 +144,30 @@ struct DenseSm90 : Options {
     wgmma_commit();
   }
 
+  // All products of a tile are issued: the other consumer may begin, and owns the next stages.
+  __device__ static void end_turn(typename Ring::Position& at, int group, int steps) {
+    if constexpr (kPingpong) {
+      named_barrier_arrive(kTurn + (group ^ 1), 2 * kWarpgroupThreads);
+      at.skip(steps);
+    }
+  }
+
   __device__ static void consume(const DenseSm90Params& p, const Ring& ring, uint32_t shared, int cluster, int clusters, int rank_m,
                                  int rank_n, int group) {
     const TileWalk<Options::kBandRows> walk{p.tiles_m, p.tiles_n, p.tiles};
-    const int steps = ceil_div(p.k, kDepth), first_row = group * kRows;
+    const int steps = ceil_div(p.k, kDepth), first_row = kPingpong ? 0 : group * kRows;
     typename Ring::Position at;
+    if (kPingpong && group == 1) {
+      at.skip(steps);
+      named_barrier_arrive(kTurn, 2 * kWarpgroupThreads);  // the first turn is the other's
+      cluster += clusters;
+    }
+    if (kPingpong) clusters *= 2;
     Epilogue epilogue{shared + kStoreAt + group * Epilogue::kStoreBytes, group};
     float sums[kMmaM][kBlockN / 2];
     for (int index = cluster; index < p.tiles; index += clusters) {
       const Place tile = place(p, walk, index, rank_m, rank_n);
+      if constexpr (kPingpong) named_barrier_sync(kTurn + group, 2 * kWarpgroupThreads);
       if constexpr (kPromote) {
         float totals[kMmaM][kBlockN / 2];
 #pragma unroll
@@ -167,6 +188,7 @@ struct DenseSm90 : Options {
             for (int i = 0; i < kBlockN / 2; ++i) totals[m][i] += sums[m][i];
           }
         }
+        end_turn(at, group, steps);
         epilogue.run(p, totals, tile.m + first_row, tile.n, tile.batch);
       } else {
         int unread = 0;  // the stage whose products may be in flight
@@ -180,6 +202,7 @@ struct DenseSm90 : Options {
           unread = at.stage;
           at.advance();
         }
+        end_turn(at, group, steps);
         wgmma_wait<0>();
         ring.release(unread);
 #pragma unroll

@@ -72,6 +72,19 @@ __device__ inline uint32_t cluster_rank() {
   return rank;
 }
 
+// Address of the same place in the shared memory of block `rank`, for ld.shared::cluster.
+__device__ inline uint32_t cluster_address(uint32_t address, uint32_t rank) {
+  uint32_t remote;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  return remote;
+}
+
+__device__ inline float4 load_cluster(uint32_t remote) {
+  float4 x;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(remote) : "memory");
+  return x;
+}
+
 // All threads of all blocks of the cluster.
 __device__ inline void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");

@@ -24,6 +24,13 @@ struct RingPosition {
       parity ^= 1;
     }
   }
+
+  // As advance() `steps` times.
+  __device__ void skip(int steps) {
+    const int to = stage + steps;
+    parity ^= to / Stages & 1;
+    stage = to % Stages;
+  }
 };
 
 template <int Stages, int ConsumerWarps, int Blocks = 1>

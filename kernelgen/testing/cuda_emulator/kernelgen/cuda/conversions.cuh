@@ -1,3 +1,4 @@
+// Conversions of the processor: round to nearest even.
 #pragma once
 #include <kernelgen/cuda/types.cuh>
 
@@ -8,7 +9,9 @@ inline float to_float(fp16 x) { return static_cast<float>(bits_as<_Float16>(x.bi
 
 template <class T>
 inline T from_float(float x) {
-  if constexpr (is_same_v<T, bf16>) {
+  if constexpr (is_same_v<T, float>) {
+    return x;
+  } else if constexpr (is_same_v<T, bf16>) {
     uint32_t bits = __float_as_uint(x);
     if (x != x) return {0x7fff};
     return {static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16)};

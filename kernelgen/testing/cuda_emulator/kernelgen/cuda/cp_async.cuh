@@ -23,6 +23,20 @@ inline void copy_16_aligned(uint32_t shared, const void* source, bool valid = tr
   static_assert(Alignment >= 2);
   copy_bytes_aligned<Alignment>(shared, source, valid ? 16 : 0);
 }
+template <int Alignment>
+inline void copy_prefix(uint32_t shared, const void* source, int bytes) {
+  require_aligned(source, Alignment, bytes > 0);
+  if constexpr (Alignment < 4) {
+    emulator::land({emulator::dynamic_shared + shared, source, bytes, 16});
+  } else {
+    emulator::copy_async(shared, source, bytes, 16);
+  }
+}
+inline void copy_window(uint32_t shared, const void* source, int first, int end) {
+  unsigned char* target = emulator::dynamic_shared + shared;
+  std::memset(target, 0, 16);
+  if (end > first) std::memcpy(target + first, static_cast<const unsigned char*>(source) + first, end - first);
+}
 inline void cp_async_4(uint32_t shared, const void* source, bool valid = true) {
   require_aligned(source, 4, valid);
   emulator::copy_async(shared, source, valid ? 4 : 0, 4);

@@ -25,4 +25,11 @@ inline void emulated_ldmatrix(uint32_t (&r)[4], uint32_t address, bool transpose
 }
 inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) { emulated_ldmatrix(r, address, false); }
 inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) { emulated_ldmatrix(r, address, true); }
+// Lanes 16 .. 31 give no addresses.
+inline void ldmatrix_x2(uint32_t& r0, uint32_t& r1, uint32_t address) {
+  uint32_t r[4];
+  emulated_ldmatrix(r, __shfl_sync(0xffffffffu, address, emulator::thread() % 16), false);
+  r0 = r[0];
+  r1 = r[1];
+}
 }  // namespace kernelgen

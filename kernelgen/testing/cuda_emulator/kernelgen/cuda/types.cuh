@@ -41,3 +41,6 @@ constexpr T max_of(T a, T b) {
 }
 inline float infinity() { return __int_as_float(0x7f800000); }
 }  // namespace kernelgen
+
+using __nv_bfloat16 = kernelgen::bf16;
+using __half = kernelgen::fp16;

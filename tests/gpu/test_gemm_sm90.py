@@ -1,4 +1,4 @@
-"""gemm/dense_sm90 on a Hopper GPU: orders, sizes, epilogues, clusters and fp8 against the reference, config by config."""
+"""gemm/dense_sm90 and gemm/skinny_sm90 on a Hopper GPU, config by config: orders, sizes, epilogues, clusters, fp8, batches."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 from kernelgen import build
 from kernelgen import reference as ref
 from kernelgen.dtypes import DTYPES, dtype_name
-from kernelgen.kernels.gemm import dense_sm90
+from kernelgen.kernels.gemm import dense_sm90, skinny_sm90
 from kernelgen.kernels.gemm.dense_sm90 import Config
+from kernelgen.kernels.gemm.skinny_sm90 import Config as Skinny
 from kernelgen.problems.gemm import GemmProblem
 from kernelgen.reference.gemm import epilogue
 from kernelgen.targets import target_of
@@ -27,17 +28,18 @@ BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
 CUDA = "cuda"
 BASE = GemmProblem(1, 1, 1, 1, "bf16", "bf16", "bf16", b_order="col")
 WORDS = {"r": "row", "c": "col"}
-CONFIGS = [*dense_sm90._CONFIGS, Config(1, 2, 160, 5), Config(2, 2, 80, 4), Config(1, 2, 256, 4, 1, 2), Config(2, 1, 128, 4),
+CONFIGS = [*(m.config for m in dense_sm90._MEASURED), Config(1, 2, 256, 4, 2, 1), Config(2, 2, 128, 4, 2, 1), Config(1, 2, 128, 6, 2, 1),
+           Config(2, 2, 80, 4), Config(1, 2, 256, 4, 1, 2), Config(2, 1, 128, 4),
            Config(1, 2, 128, 4, 2, 2)]
 
 
-def run(problem: GemmProblem, config: Config, a: torch.Tensor, b: torch.Tensor, what: str, **features: Any) -> torch.Tensor:
+def run(problem: GemmProblem, config: Config | Skinny, a: torch.Tensor, b: torch.Tensor, what: str, **features: Any) -> torch.Tensor:
     """Run a config twice into poisoned memory with a border that must stay, compare with the reference and with itself."""
-    target = target_of(CUDA)
-    for verdict in (dense_sm90.supports(problem, target), dense_sm90.legal(problem, target, config)):
+    target, family = target_of(CUDA), dense_sm90.FAMILY if isinstance(config, Config) else skinny_sm90.FAMILY
+    for verdict in (family.supports(problem, target), family.legal(problem, target, config)):
         if not verdict:
             pytest.skip(verdict.reason)
-    kernel = build.kernel(dense_sm90.spec(problem, target, config))
+    kernel = build.kernel(family.spec(problem, target, config))
     outputs = problem.n // 2 if problem.gated else problem.n
     results = []
     for _ in range(2):
@@ -46,7 +48,7 @@ def run(problem: GemmProblem, config: Config, a: torch.Tensor, b: torch.Tensor, 
         out = buffer[:, : problem.m, :outputs]
         t = GemmTensors(a, b, out, features.get("bias"), features.get("c"), features.get("beta", 1.0), features.get("scale_a"),
                         features.get("scale_b"))
-        dense_sm90.bind(problem, config, kernel, t)(t)
+        family.bind(problem, config, kernel, t)(t)
         assert bool(buffer[:, problem.m :].isnan().all() & buffer[..., outputs:].isnan().all()), f"{what}: wrote outside of out"
         results.append(out)
     assert_bits_equal(results[1], results[0], what=f"{what}, second run")
@@ -72,6 +74,19 @@ def test_configs_and_orders(config: Config, order: str) -> None:
         run(problem, config, a, b, f"{config} {order} {m}x{n}x{k}")
 
 
+@pytest.mark.parametrize("order", ("rc", "rr"))
+@pytest.mark.parametrize("split_k", (1, 2, 4, 8))
+def test_few_rows(split_k: int, order: str) -> None:
+    for m, tokens, mma_m, blocks_k in ((1, 8, 1, 2), (8, 8, 2, 1), (13, 16, 1, 2), (40, 64, 1, 1), (128, 128, 2, 1)):
+        for n, k in ((256, 1024), (328, 264), (64, 8), (1032, 1160)):
+            a, b = operands(m, n, k, BF16, seed=k + m, device=CUDA, order=order, batch=1, batched_b=True)
+            problem = replace(BASE, m=m, n=n, k=k, b_order=WORDS[order[1]])
+            for groups in (1, 2, 4):
+                config = Skinny(mma_m, tokens, 2 * groups + 1, blocks_k, groups, split_k)
+                if skinny_sm90.legal(problem, target_of(CUDA), config):
+                    run(problem, config, a, b, f"{config} {order} {m}x{n}x{k}")
+
+
 @pytest.mark.parametrize("batched_b", (True, False))
 def test_batches_and_padded_rows(batched_b: bool) -> None:
     a, b = operands(136, 200, 264, FP16, seed=1, device=CUDA, order="rc", batch=3, batched_b=batched_b, pad=8)
@@ -79,13 +94,15 @@ def test_batches_and_padded_rows(batched_b: bool) -> None:
     problem = replace(BASE, batch=3, m=136, n=200, k=264, a_dtype="fp16", b_dtype="fp16", out_dtype="fp16", batched_b=batched_b)
     for config in (Config(1, 2, 128, 4), Config(1, 2, 256, 4, 2, 1)):
         run(problem, config, a, b, f"{config} batch of 3")
+    run(replace(problem, m=40), Skinny(1, 64, 4, 2, 2, 2), a[:, :40], b, "few rows, batch of 3")
 
 
 @pytest.mark.parametrize("gate_up", ("gate_first", "up_first", "interleaved"))
 @pytest.mark.parametrize("order", ("rc", "rr"))
-@pytest.mark.parametrize("config", (Config(1, 2, 256, 4, 2, 1), Config(1, 2, 128, 4), Config(2, 2, 128, 4, 1, 2)), ids=str)
-def test_gates(config: Config, order: str, gate_up: str) -> None:
-    for m, n, k in ((200, 528, 192), (64, 272, 72)):
+@pytest.mark.parametrize("config", (Config(1, 2, 256, 4, 2, 1), Config(1, 2, 128, 4), Config(2, 2, 128, 4, 1, 2),
+                                    Config(2, 2, 128, 5, pingpong=True), Skinny(2, 64, 4, 1, 2, 2), Skinny(1, 64, 4, 2, 2, 1)), ids=str)
+def test_gates(config: Config | Skinny, order: str, gate_up: str) -> None:
+    for m, n, k in ((200, 528, 192), (64, 272, 72)) if isinstance(config, Config) else ((50, 528, 192), (64, 272, 72)):
         a, b = operands(m, n, k, BF16, seed=k, device=CUDA, order=order, batch=1, batched_b=True)
         bias = random_tensor((n,), BF16, seed=3, device=CUDA)
         problem = replace(BASE, m=m, n=n, k=k, b_order=WORDS[order[1]], activation="swiglu", gate_up=gate_up, bias=True, bias_dtype="bf16")
@@ -103,7 +120,8 @@ def test_epilogue(activation: str | None, out_dtype: torch.dtype, bias_dtype: to
         problem = replace(BASE, m=m, n=n, k=k, out_dtype=dtype_name(out_dtype), activation=activation, bias=bias is not None,
                           bias_dtype=dtype_name(bias_dtype) if bias_dtype else None, accumulate_c=c is not None,
                           c_dtype=dtype_name(c_dtype) if c_dtype else None)
-        run(problem, Config(1, 2, 128, 4), a, b, f"{activation} {m}x{n}x{k}", bias=bias, c=c, beta=-0.5)
+        for config in (Config(1, 2, 128, 4), *([Skinny(1, 128, 4, 1, 2, 2)] if m <= 128 else [])):
+            run(problem, config, a, b, f"{config} {activation} {m}x{n}x{k}", bias=bias, c=c, beta=-0.5)
 
 
 @pytest.mark.parametrize("recipe", ("tensor", "row"))
@@ -114,8 +132,19 @@ def test_fp8(dtype: str, accumulate: str, recipe: str) -> None:
         seed = seed_of(dtype, recipe, m)
         a, b = (x.to(DTYPES[dtype].torch) for x in operands(m, n, k, F32, seed=seed, device=CUDA, order="rc", batch=1, batched_b=True))
         one = recipe == "tensor"
-        scale_a = random_tensor((1,) if one else (1, m, 1), F32, seed=1, device=CUDA).abs() + 0.1
-        scale_b = random_tensor((1,) if one else (1, 1, n), F32, seed=2, device=CUDA).abs() + 0.1
+        scale_a = random_tensor((1, 1, 1) if one else (1, m, 1), F32, seed=1, device=CUDA).abs() + 0.1
+        scale_b = random_tensor((1, 1, 1) if one else (1, 1, n), F32, seed=2, device=CUDA).abs() + 0.1
         problem = replace(BASE, m=m, n=n, k=k, a_dtype=dtype, b_dtype=dtype, scales=recipe, accumulate=accumulate)
-        for config in (Config(1, 2, 128, 6), Config(1, 2, 128, 6, 2, 1), Config(1, 1, 64, 10)):
+        for config in (Config(1, 2, 128, 6), Config(1, 2, 128, 6, 2, 1), Config(1, 1, 64, 10),
+                       *([Skinny(1, 8, 4, 2, 2, 2)] if m == 8 else [])):
             run(problem, config, a, b, f"{config} {dtype} {recipe} {accumulate} {m}x{n}x{k}", scale_a=scale_a, scale_b=scale_b)
+
+
+def test_scales_of_a_batch() -> None:
+    """Each entry has scales of its own: (B, M, 1) and (B, 1, N)."""
+    a, b = (x.to(torch.float8_e4m3fn) for x in operands(40, 200, 256, F32, seed=3, device=CUDA, order="rc", batch=3, batched_b=True))
+    scale_a = random_tensor((3, 40, 1), F32, seed=1, device=CUDA).abs() + 0.1
+    scale_b = random_tensor((3, 1, 200), F32, seed=2, device=CUDA).abs() + 0.1
+    problem = replace(BASE, batch=3, m=40, n=200, k=256, a_dtype="e4m3", b_dtype="e4m3", scales="row", batched_b=True)
+    for config in (Config(1, 2, 128, 6), Skinny(1, 64, 4, 2, 1, 2)):
+        run(problem, config, a, b, f"{config} scales of a batch", scale_a=scale_a, scale_b=scale_b)

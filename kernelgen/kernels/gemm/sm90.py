@@ -1,0 +1,116 @@
+"""What the Hopper products share on the host: verdicts, the epilogue's constants, addresses and scalars."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kernelgen.dtypes import DTYPES
+from kernelgen.kernels.gemm.gemm_mma import ACTIVATION_NAMES, gate_name
+from kernelgen.problems.gemm import ACTIVATIONS, GemmProblem
+from kernelgen.targets import Target
+from kernelgen.tensors import GemmTensors
+from kernelgen.verdicts import Verdict, first_no
+
+ROW_BYTES = 128  # of a tile in shared memory: kSwizzleRowBytes of smem_tile.cuh
+MMA_ROWS = 64
+POINTERS = ("a", "b", "out", "bias", "c", "scale_a", "scale_b")
+
+_HALVES, _FP8 = ("bf16", "fp16"), ("e4m3", "e5m2")
+_OUTPUTS = ("bf16", "fp16", "fp32")
+_MAX_EXTENT = (1 << 31) - (1 << 10)  # tile indices past the end of m, n and k stay within int32
+
+
+def splits(problem: GemmProblem) -> bool:
+    """Gate and up are halves of b: two boxes bring them side by side."""
+    return problem.gated and problem.gate_up != "interleaved"
+
+
+def promotes(problem: GemmProblem) -> bool:
+    """fp8 sums are added to float32 totals every 128 of K."""
+    return problem.a_dtype in _FP8 and problem.accumulate == "float32"
+
+
+def depth(problem: GemmProblem) -> int:
+    """Elements of K in 128 bytes."""
+    return ROW_BYTES // DTYPES[problem.a_dtype].bytes
+
+
+def supports_common(problem: GemmProblem, target: Target, name: str) -> Verdict:
+    """What TMA, WGMMA and the epilogue need."""
+    p = problem
+    orders = (p.a_order, p.b_order)
+    return first_no(
+        (target.kind == "cuda" and target.capability == 90, f"{name} needs sm_90a, got {target}"),
+        (p.a_dtype in _HALVES + _FP8 and p.a_dtype == p.b_dtype,
+         f"a and b are {p.a_dtype} and {p.b_dtype}, {name} takes one 16-bit or fp8 type"),
+        (p.a_dtype in _HALVES or orders == ("row", "col"), f"fp8 operands in orders {orders}, expected K contiguous in both"),
+        (p.out_dtype in _OUTPUTS, f"out dtype {p.out_dtype} is not one of {', '.join(_OUTPUTS)}"),
+        (p.bias_dtype in (None, *_OUTPUTS), f"bias dtype {p.bias_dtype} is not one of {', '.join(_OUTPUTS)}"),
+        (p.c_dtype in (None, *_OUTPUTS), f"c dtype {p.c_dtype} is not one of {', '.join(_OUTPUTS)}"),
+        (p.activation is None or p.activation in ACTIVATIONS, f"activation {p.activation} is not in {name}"),
+        (p.scales in (None, "tensor", "row") and p.out_scale is None, f"scales={p.scales}, out_scale={p.out_scale} are not in {name}"),
+        (p.weight_format is None, f"packed {p.weight_format} weights are not in {name}"),
+        (max(p.m, p.n, p.k) <= _MAX_EXTENT, f"an extent of {max(p.m, p.n, p.k)} exceeds {_MAX_EXTENT}"),
+        (min(p.m, p.n, p.k, p.batch) > 0, "an extent is 0: there is nothing for TMA to load"),
+        (p.alignment == 16, f"rows are aligned to {p.alignment} bytes, TMA needs 16"),
+    )
+
+
+def options(problem: GemmProblem, columns: int, **config: Any) -> dict[str, Any]:
+    """Parameters of templates/gemm/options_sm90.cuh.jinja; ``columns``: N of the WGMMA."""
+    p = problem
+    return dict(
+        element=p.a_dtype, out=DTYPES[p.out_dtype].cuda, bias_type=DTYPES[p.bias_dtype or p.out_dtype].cuda,
+        c_type=DTYPES[p.c_dtype or p.out_dtype].cuda, activation=ACTIVATION_NAMES[p.activation], gate=gate_name(p),
+        row_a=p.a_order == "row", row_b=p.b_order == "row", bias=p.bias, accumulate=p.accumulate_c, scales=p.scales is not None,
+        promote=promotes(p), mma_columns=str(columns),
+    ) | config
+
+
+def words(problem: GemmProblem) -> list[str]:
+    """The parts of a spec's name that the problem decides."""
+    p = problem
+    parts = [p.a_dtype, p.out_dtype, ("r" if p.a_order == "row" else "c") + ("r" if p.b_order == "row" else "c")]
+    parts += [f"bias_{p.bias_dtype or p.out_dtype}"] if p.bias else []
+    parts += [p.activation] if p.activation else []
+    parts += [p.gate_up] if p.gated else []
+    parts += [f"c_{p.c_dtype or p.out_dtype}"] if p.accumulate_c else []
+    return parts + (["scales"] if p.scales else []) + (["promote"] if promotes(p) else [])
+
+
+def scalars(problem: GemmProblem, t: GemmTensors) -> dict[str, int | float]:
+    """Everything of Params that both kernels take from shapes and strides."""
+    p = problem
+    (a_batch, a_row), (b_batch, b_column) = _steps(t.scale_a, 1), _steps(t.scale_b, 2)
+    return {
+        "c_batch": t.c.stride(0) if t.c is not None else 0, "c_row": t.c.stride(1) if t.c is not None else 0,
+        "out_batch": t.out.stride(0), "out_row": t.out.stride(1), "m": p.m, "n": p.n, "k": p.k, "batched_b": int(p.batched_b),
+        "scale_a_batch": a_batch, "scale_a_row": a_row, "scale_b_batch": b_batch, "scale_b_column": b_column, "beta": t.beta,
+    }
+
+
+def _steps(scales: torch.Tensor | None, dim: int) -> tuple[int, int]:
+    """Strides of the batch and of ``dim``, 0 where there is one entry."""
+    if scales is None:
+        return (0, 0)
+    batch, other = (scales.stride(i) if scales.shape[i] > 1 else 0 for i in (0, dim))
+    return (batch, other)
+
+
+def addresses(problem: GemmProblem) -> Callable[[GemmTensors], tuple[int, ...]]:
+    """The pointers of Params, in order, of the tensors of a call."""
+    with_bias, with_c, scaled = problem.bias, problem.accumulate_c, problem.scales is not None
+
+    def of(t: GemmTensors) -> tuple[int, ...]:
+        return (
+            t.a.data_ptr(), t.b.data_ptr(), t.out.data_ptr(),
+            t.bias.data_ptr() if with_bias else 0,  # type: ignore[union-attr]
+            t.c.data_ptr() if with_c else 0,  # type: ignore[union-attr]
+            t.scale_a.data_ptr() if scaled else 0,  # type: ignore[union-attr]
+            t.scale_b.data_ptr() if scaled else 0,  # type: ignore[union-attr]
+        )
+
+    return of

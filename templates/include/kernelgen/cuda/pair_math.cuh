@@ -1,0 +1,20 @@
+// Arithmetic on a packed pair of 16-bit floats in one instruction that sm_80 has for both types.
+#pragma once
+
+#include <kernelgen/cuda/types.cuh>
+
+namespace kernelgen {
+
+// a * b + c, rounded once.
+template <class T>
+__device__ inline uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d;
+  if constexpr (is_same_v<T, bf16>) {
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  } else {
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  }
+  return d;
+}
+
+}  // namespace kernelgen

@@ -1,0 +1,96 @@
+"""gemm/dense_sm90 and gemm/skinny_sm90 without a GPU: everything compiles, tuned kernels keep their resources, choices and refusals.
+
+The table beside this file holds registers, spills and shared memory of the tuned kernels. After a change that moves
+them on purpose: ``python tests/cpu/kernels/test_gemm_sm90_compile.py`` writes it anew.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kernelgen.kernels.gemm import dense_sm90, skinny_sm90
+from kernelgen.problems.gemm import GemmProblem
+from kernelgen.specs import KernelSpec
+from kernelgen.targets import Target
+from kernelgen.testing.resources import assert_within_table, compiled, covered, measured
+
+TABLE = Path(__file__).with_name("ptxas_gemm_sm90.json")
+H200 = replace(Target.parse("sm_90a"), sm_count=132)
+BASE = GemmProblem(1, 4096, 4096, 4096, "bf16", "bf16", "bf16", b_order="col")
+FP8 = replace(BASE, a_dtype="e4m3", b_dtype="e4m3", scales="row")
+FAMILIES = (dense_sm90.FAMILY, skinny_sm90.FAMILY)
+
+
+def tuned_specs() -> list[KernelSpec]:
+    """Every measured dense config, and for few rows the first choice of each power of two."""
+    dense = [(p, m.config) for m in dense_sm90._MEASURED for p, wanted in ((BASE, True), (FP8, m.promoted is not None)) if wanted]
+    specs = [dense_sm90.spec(p, H200, config) for p, config in dense]
+    for base in (BASE, FP8):
+        for m in (1, 16, 64, 128):
+            problem = replace(base, m=m)
+            specs.append(skinny_sm90.spec(problem, H200, next(iter(skinny_sm90.candidates(problem, H200)))))
+    return specs
+
+
+def test_coverage_compiles() -> None:
+    for name, report in compiled([spec for family in FAMILIES for spec in covered(family, H200)]).items():
+        assert report["registers"] <= 255, (name, report)
+
+
+def test_tuned_kernels_keep_their_resources() -> None:
+    assert_within_table(tuned_specs(), TABLE, "sm_90a")
+
+
+def test_every_problem_has_a_config() -> None:
+    for orders in (("row", "row"), ("row", "col"), ("col", "row"), ("col", "col")):
+        for activation, gate_up in ((None, "gate_first"), ("swiglu", "gate_first"), ("geglu", "interleaved")):
+            for m in (1, 17, 64, 100, 256, 5000):
+                for n in (16, 576, 4096):
+                    problem = replace(BASE, m=m, n=n, a_order=orders[0], b_order=orders[1], activation=activation, gate_up=gate_up)
+                    for family in FAMILIES:
+                        if family.supports(problem, H200):
+                            assert list(family.candidates(problem, H200)), (family.name, problem)
+
+
+def test_one_spec_for_all_extents() -> None:
+    """What varies from call to call must not compile anew."""
+    for family, config in ((dense_sm90.FAMILY, dense_sm90.Config(1, 2, 128, 4)), (skinny_sm90.FAMILY, skinny_sm90.Config(1, 16, 4))):
+        spec = family.spec(replace(BASE, m=16), H200, config)
+        for change in ({"m": 3}, {"n": 80}, {"k": 96}, {"batch": 9}, {"batched_b": True}):
+            assert family.spec(replace(BASE, **({"m": 16} | change)), H200, config) == spec  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"a_dtype": "fp32", "b_dtype": "fp32"}, "fp32"), ({"alignment": 8}, "8 bytes"), ({"out_dtype": "e4m3"}, "e4m3"),
+    ({"scales": "block_128x128"}, "block_128x128"), ({"a_dtype": "e4m3", "b_dtype": "e4m3", "b_order": "row"}, "K contiguous"),
+    ({"k": 0}, "extent is 0"), ({"weight_format": "int4"}, "int4"),
+])
+def test_refusals_name_the_value(change: dict[str, Any], words: str) -> None:
+    for family in FAMILIES:
+        verdict = family.supports(replace(BASE, **change), H200)
+        assert not verdict and words in verdict.reason
+        assert not family.supports(BASE, Target.parse("sm_100"))
+
+
+def test_illegal_configs_say_why() -> None:
+    C, S = dense_sm90.Config, skinny_sm90.Config
+    for family, problem, config, words in (
+        (dense_sm90, BASE, C(2, 2, 256, 2), "accumulators"), (dense_sm90, BASE, C(1, 2, 256, 6), "shared memory"),
+        (dense_sm90, replace(BASE, b_order="row"), C(1, 2, 208, 4), "64 columns"),
+        (dense_sm90, BASE, C(1, 1, 64, 4, pingpong=True), "turns"),
+        (dense_sm90, BASE, C(1, 2, 260, 4), "steps of 8"), (skinny_sm90, replace(BASE, m=17), S(1, 16, 4), "17 rows"),
+        (skinny_sm90, replace(BASE, m=1), S(1, 8, 4, split_k=3), "clusters of"),
+        (skinny_sm90, replace(BASE, m=1), S(1, 8, 1), "two stages"),
+        (skinny_sm90, replace(BASE, m=1), S(1, 8, 7, groups=4), "two stages"),
+    ):
+        verdict = family.legal(problem, H200, config)  # type: ignore[attr-defined]
+        assert not verdict and words in verdict.reason, (config, verdict)
+
+
+if __name__ == "__main__":
+    TABLE.write_text(json.dumps({"sm_90a": measured(tuned_specs())}, indent=1) + "\n")
