@@ -121,3 +121,12 @@ def test_packed_epilogues_orders_and_batches(weight: str) -> None:
         run(Product(40, 96, 330, "bf16", weight=weight, orders=orders, activation="swiglu", bias="fp32"))
         run(Product(20, 48, 128, "fp16", out="fp32", weight=weight, orders=orders, batch=3, batched_b=True, c="fp16", beta=2.0))
         run(Product(20, 48, 130, "fp16", weight=weight, orders=orders, pad=1))
+
+
+@pytest.mark.parametrize("out_scale", ("tensor", "row", "block_1x128"))
+@pytest.mark.parametrize("out", ("e4m3", "e5m2"))
+def test_quantized_outputs(out_scale: str, out: str) -> None:
+    for a, scales in (("bf16", None), ("e4m3", "row"), ("e4m3", "block_128x128")):
+        for m, n, k in ((130, 264, 256), (16, 1000, 128)):
+            run(Product(m, n, k, a, scales=scales, out=out, out_scale=out_scale, bias="bf16", activation="swiglu"))
+            run(Product(m, n, k, a, scales=scales, out=out, out_scale=out_scale, batch=3, pad=1))
