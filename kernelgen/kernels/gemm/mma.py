@@ -275,7 +275,7 @@ def kernel_out_dtype(problem: GemmProblem) -> str:
     return "fp32" if problem.out_scale else problem.out_dtype
 
 
-def spec_parameters(problem: GemmProblem, config: Config) -> dict[str, Any]:
+def spec_parameters(problem: GemmProblem, config: Config, grouping: str = "kNone") -> dict[str, Any]:
     """What the templates see of dtypes, orders, alignment class, epilogue and config; no extents."""
     p, c, form, out_dtype = problem, config, form_of(problem), kernel_out_dtype(problem)
     scale = p.scale_dtype if p.weight_format and p.scale_dtype else "fp32"
@@ -286,9 +286,9 @@ def spec_parameters(problem: GemmProblem, config: Config) -> dict[str, Any]:
         block_m=c.block_m, block_n=c.block_n, block_k=c.block_k, warps_m=c.warps_m, warps_n=c.warps_n, warps_k=c.warps_k,
         stages=c.stages, blocks_per_sm=c.blocks_per_sm, raster_rows=c.raster_rows, row_a=form.row_a, row_b=form.row_b,
         access=access(p), vector_out=_vector_out(p), bias=p.bias, activation=ACTIVATION_NAMES[p.activation], gate=gate_name(p),
-        accumulate=p.accumulate_c, promote_every=form.promote_every, scale_depth=form.scale_depth, scale_columns=form.scale_columns,
-        block_scales_a=form.block_scales_a, block_scales_b=form.block_scales_b, row_scales=form.row_scales, zero=form.zero,
-        shared_memory=c.shared_memory(form),
+        grouping=grouping, accumulate=p.accumulate_c, promote_every=form.promote_every, scale_depth=form.scale_depth,
+        scale_columns=form.scale_columns, block_scales_a=form.block_scales_a, block_scales_b=form.block_scales_b,
+        row_scales=form.row_scales, zero=form.zero, shared_memory=c.shared_memory(form),
     )
 
 
