@@ -45,7 +45,7 @@ def tuned_specs(arch: str) -> list[KernelSpec]:
     target = Target.parse(arch)
     configs = [m.config for m in mma_configs.MEASURED if gemm_mma.legal(BASE, target, m.config)]
     specs = [gemm_mma.spec(BASE, target, config) for config in configs]
-    for problem, count in ((BLOCKS, None), (replace(BLOCKS, scales="row"), 2), (WEIGHT, 2), (MXFP4, None)):
+    for problem, count in ((BLOCKS, None), (replace(BLOCKS, scales="row"), 1), (WEIGHT, 1), (MXFP4, 4)):
         fitting = [m.config for m in mma_configs.table_of(form_of(problem)) if gemm_mma.legal(problem, target, m.config)]
         specs += [gemm_mma.spec(problem, target, config) for config in fitting[:count]]
     wide = configs[0]
