@@ -90,6 +90,14 @@ def test_fp8_nan_and_infinity_stay_in_their_row_and_column() -> None:
         assert torch.equal(~tensors.out[0].isfinite(), touched), b_type
 
 
+@pytest.mark.parametrize("shape", ((0, 8, 128), (8, 0, 128), (5, 8, 0), (1, 1, 1)), ids=str)
+def test_empty_and_tiny(shape: tuple[int, int, int]) -> None:
+    for scales in RECIPES:
+        run(Product(*shape, scales=scales, bias="bf16"))
+    for weight in ("int4", "mxfp4"):
+        run(Product(*shape, "bf16", weight=weight))
+
+
 @pytest.mark.parametrize("row", mma_configs.FP8, ids=lambda row: str(row.config))
 def test_every_fp8_config(row: mma_configs.Measured) -> None:
     for scales in ("row", "block_1x128"):

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an 
 
 FAMILY = grouped_gemm_mma.FAMILY
 # Cases C04 and C06: none, one, uneven, not a multiple of anything; 64 groups by a power law.
-SIZES = ((0, 0, 0, 0), (0, 5, 0, 3), (7,), (200, 0, 56, 192), (1, 1, 1, 1021), (0, 0, 4096, 0), tuple(1000 // (i + 1) for i in range(64)))
+SIZES: tuple[tuple[int, ...], ...] = ((0, 0, 0, 0), (0, 5, 0, 3), (7,), (200, 0, 56, 192), (1, 1, 1, 1021), (0, 0, 4096, 0), tuple(1000 // (i + 1) for i in range(64)))
 RECIPES = ("tensor", "row", "block_128x128", "block_1x128")
 
 
@@ -82,6 +82,11 @@ def test_every_config(row: mma_configs.Measured) -> None:
     for grouping in ("rows", "k"):
         product = Product(130, 264, 512, "bf16" if halves else "e4m3", scales=None if halves else "row")
         run(Grouped(grouping, (200, 0, 33), product), row.config)
+
+
+@pytest.mark.parametrize("grouping", ("rows", "masked", "k"))
+def test_no_groups(grouping: str) -> None:
+    run(Grouped(grouping, (), Product(5, 50, 64, "bf16")))
 
 
 def test_masked_graph_capture() -> None:

@@ -35,6 +35,8 @@ CASES = {
     "fp8 gated rows": (Product(21, 96, 144, scales="row", orders="rr", activation="geglu"), Config(32, 64, 128, 2, 2, stages=2)),
     "fp8 fast": (Product(33, 40, 200, "e5m2", scales="tensor", accumulate="fast"), SMALL),
     "fp8 exact": (Product(37, 50, 400, scales="block_128x128", whole=True, out="fp32", orders="rr"), SMALL),
+    "fp8 without k": (Product(5, 40, 0, scales="block_128x128", bias="bf16", activation="silu"), SMALL),
+    "int4 short k": (Product(5, 40, 3, "bf16", weight="int4"), SMALL),
     "quantized rows": (Product(21, 136, 144, scales="row", out="e4m3", out_scale="row", bias="bf16"), SMALL),
     "quantized tensor": (Product(21, 136, 144, scales="row", out="e5m2", out_scale="tensor", batch=2), SMALL),
     "quantized blocks": (Product(21, 330, 144, "bf16", out="e4m3", out_scale="block_1x128", pad=1), HALVES),

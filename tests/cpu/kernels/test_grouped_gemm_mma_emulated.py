@@ -32,6 +32,7 @@ CASES = {
     "masked": (Grouped("masked", (20, 0, 1, 37), Product(0, 50, 100, "bf16")), HALVES, [(0, 0, 0, 0), (40, 40, 40, 40)]),
     "masked blocks": (Grouped("masked", (5, 33), Product(0, 72, 300, scales="block_1x128", activation="silu")), SMALL, []),
     "masked quantized": (Grouped("masked", (5, 0, 33), Product(0, 136, 64, "bf16", out="e4m3", out_scale="block_1x128")), HALVES, []),
+    "no groups": (Grouped("rows", (), Product(0, 50, 64, "bf16")), HALVES, []),
     "k columns": (Grouped("k", (70, 0, 1, 133), Product(37, 50, 0, "bf16", orders="cr", out="fp32", c="fp32")), HALVES,
                   [(0, 204, 0, 0), (101, 102, 1, 0)]),
     "k rows": (Grouped("k", (70, 0, 1, 133), Product(37, 50, 0, "fp16", orders="rc")), HALVES, [(9, 1, 9, 100)]),
