@@ -22,7 +22,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an 
 
 FAMILY = grouped_gemm_mma.FAMILY
 # Cases C04 and C06: none, one, uneven, not a multiple of anything; 64 groups by a power law.
-SIZES: tuple[tuple[int, ...], ...] = ((0, 0, 0, 0), (0, 5, 0, 3), (7,), (200, 0, 56, 192), (1, 1, 1, 1021), (0, 0, 4096, 0), tuple(1000 // (i + 1) for i in range(64)))
+POWER_LAW = tuple(1000 // (i + 1) for i in range(64))
+SIZES = ((0, 0, 0, 0), (0, 5, 0, 3), (7,), (200, 0, 56, 192), (1, 1, 1, 1021), (0, 0, 4096, 0), POWER_LAW)
 RECIPES = ("tensor", "row", "block_128x128", "block_1x128")
 
 
