@@ -14,6 +14,7 @@ import torch
 
 from kernelgen.errors import CompileError, KernelgenError, LaunchError, ToolchainMissing
 from kernelgen.launch.host import launcher
+from kernelgen.params import ParamStruct
 from kernelgen.specs import KernelSpec
 
 logger = logging.getLogger("kernelgen")
@@ -62,10 +63,10 @@ class CudaKernel:
     handle: int
     image: bytes
 
-    def entry(self, name: str) -> CudaKernel:
-        """Another entry of the same binary, as a kernel of its own."""
+    def entry(self, name: str, params: ParamStruct | None = None) -> CudaKernel:
+        """Another entry of the same binary, as a kernel of its own; ``params``: its arguments, where they are not the spec's."""
         handle = launcher().cuda_load(self.image, name) if self.handle else 0
-        return CudaKernel(replace(self.spec, entries=(name,)), handle, self.image)
+        return CudaKernel(replace(self.spec, entries=(name,), params=params or self.spec.params), handle, self.image)
 
     def prepare(
         self,

@@ -55,6 +55,7 @@ class Product:
     weight: str | None = None
     group: int = 128
     symmetric: bool = True
+    out_scale: str | None = None
 
     @property
     def seed(self) -> int:
@@ -83,8 +84,8 @@ def values(case: Product, shape: tuple[int, ...], dtype: str, seed: int, device:
 
 
 def scale_values(case: Product, shape: tuple[int, ...], seed: int, device: torch.device | str) -> torch.Tensor:
-    """2^-8 .. 2^8, powers of two where the case is exact."""
-    exponents = (random_tensor((*shape, 1), seed=seed).clamp(-2, 2) * 4).squeeze(-1)
+    """2^-8 .. 2^8; powers of two from 2^-2 to 2^2 where the case is exact, so that float32 holds every sum."""
+    exponents = (random_tensor((*shape, 1), seed=seed).clamp(-2, 2) * (1 if case.whole else 4)).squeeze(-1)
     return torch.exp2(exponents.round() if case.whole else exponents).to(device)
 
 
@@ -110,7 +111,8 @@ def problem_of(case: Product, t: Any, kind: type[GemmProblem] = GemmProblem, **f
         batch=case.batch, m=case.m, n=case.n, k=case.k, a_dtype=case.a, b_dtype=case.b_type, out_dtype=case.out,
         a_order="row" if row_a else "col", b_order="row" if case.orders[1] == "r" and case.weight is None else "col",
         batched_b=case.batched_b, bias=case.bias is not None, activation=case.activation, gate_up=case.gate_up,
-        accumulate_c=case.c is not None, scales=case.scales, accumulate=case.accumulate, weight_format=case.weight,
+        accumulate_c=case.c is not None, scales=case.scales, accumulate=case.accumulate,
+        weight_format=case.weight, out_scale=case.out_scale,
         bias_dtype=case.bias, c_dtype=case.c, alignment=alignment_of(t.a if row_a else t.a.mT, t.b if row_b else t.b.mT, t.c, t.out))
     if case.weight is not None:
         features |= dict(group_size=32 if case.weight == "mxfp4" else case.group, zero_points=t.zero_b is not None,
@@ -143,7 +145,25 @@ def make(case: Product, device: torch.device | str = "cpu") -> tuple[GemmTensors
     c = values(case, (case.batch, case.m, case.outputs), case.c, case.seed + 3, device) if case.c else None
     out = poisoned_empty((case.batch, case.m, case.outputs + case.pad), DTYPES[case.out].torch, device)[..., : case.outputs]
     features = dict(bias=bias, activation=case.activation, gate_up=case.gate_up, c=c, beta=case.beta, scale_a=scale_a, scale_b=scale_b)
-    return GemmTensors(a, codes, out, bias, c, case.beta, view_a, view_b, zero), features, b
+    out_scale = scale_output(case, out, device)
+    return GemmTensors(a, codes, out, bias, c, case.beta, view_a, view_b, zero, out_scale), features, b
+
+
+def scale_output(case: Product, out: torch.Tensor, device: torch.device | str) -> torch.Tensor | None:
+    """A poisoned scale of a quantised output."""
+    if case.out_scale is None:
+        return None
+    last = {"row": 1, "block_1x128": -(-case.outputs // _BLOCK)}
+    shape = (1, 1, 1) if case.out_scale == "tensor" else (*out.shape[:2], last[case.out_scale])
+    return poisoned_empty(shape, device=device)
+
+
+def dequantized(codes: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """What a quantised output means, in float32; any other as it is."""
+    if scale is None:
+        return codes
+    full = scale.repeat_interleave(_BLOCK, -1)[..., : codes.shape[-1]] if scale.shape[-1] > 1 else scale
+    return codes.float() * full
 
 
 def results(case: Product, a: torch.Tensor, b: Any, features: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,7 +178,7 @@ def results(case: Product, a: torch.Tensor, b: Any, features: dict[str, Any]) ->
             features = features | {"scale_b": features["scale_b"][0]}
     exact = ref.gemm(a, b, **features)
     assert isinstance(exact, torch.Tensor)
-    return exact, ref.gemm_plain(a, b, out_dtype=DTYPES[case.out].torch, **features)
+    return exact, ref.gemm_plain(a, b, out_dtype=torch.float32 if case.out_scale else DTYPES[case.out].torch, **features)
 
 
 def run_product(case: Product, family: KernelFamily, target: Target, load: Callable[[KernelSpec], Any], config: Any = None,
@@ -173,13 +193,17 @@ def run_product(case: Product, family: KernelFamily, target: Target, load: Calla
     assert verdict, verdict.reason
     run = family.bind(problem, chosen, load(family.spec(problem, target, chosen)), tensors)
     run(tensors)
-    first = tensors.out.clone()
+    first, first_scale = tensors.out.clone(), None if tensors.out_scale is None else tensors.out_scale.clone()
     poison_(tensors.out)
     run(tensors)
     what = f"{case} {chosen}"
     assert_bits_equal(tensors.out, first, what=f"{what}, second run")
     exact, plain = results(case, tensors.a, b, features)
-    if case.whole:
+    if first_scale is not None:
+        quantized = ref.quantize_fp8(plain, case.out_scale or "", dtype=first.dtype, compute_dtype=torch.float32)
+        plain = dequantized(quantized[0], quantized[1].view(first_scale.shape))
+        assert_close_to_reference(dequantized(first, first_scale), exact, plain, what=what, seed=case.seed, out_dtype=first.dtype)
+    elif case.whole:
         assert_bits_equal(first, exact.to(first.dtype), what=f"{what}, exact")
     else:
         assert_close_to_reference(first, exact, plain, what=what, seed=case.seed)

@@ -125,19 +125,20 @@ def _text(get_size: Any, get: Any, program: Any) -> bytes:
 _ENTRY = re.compile(r"Compiling entry function '(?P<entry>[^']+)'")
 _USED = re.compile(r"Used (?P<registers>\d+) registers(?:, used \d+ barriers)?(?:, (?P<stack>\d+) bytes cumulative stack size)?")
 _SPILL = re.compile(r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads")
-_SHARED = re.compile(r"(\d+) bytes smem")
+_SHARED = re.compile(r"(?P<shared>\d+) bytes smem")
 
 
 def resources(log: str) -> dict[str, int]:
-    """Registers, spills and static shared memory of the entry, from the ptxas report."""
-    report = {}
-    tail = log[m.start():] if (m := _ENTRY.search(log)) else log
-    if m := _USED.search(tail):
-        report["registers"] = int(m["registers"])
-    if m := _SPILL.search(tail):
-        report |= {"stack_bytes": int(m["stack"]), "spill_stores": int(m["stores"]), "spill_loads": int(m["loads"])}
-    if m := _SHARED.search(tail):
-        report["static_shared_memory"] = int(m[1])
+    """Registers, spills and static shared memory from the ptxas report: of several entries the largest of each."""
+    starts = [m.start() for m in _ENTRY.finditer(log)] or [0]
+    parts = [log[start:end] for start, end in zip(starts, [*starts[1:], len(log)])]
+    report: dict[str, int] = {}
+    for pattern, names in (
+        (_USED, {"registers": "registers"}), (_SPILL, {"stack": "stack_bytes", "stores": "spill_stores", "loads": "spill_loads"}),
+        (_SHARED, {"shared": "static_shared_memory"}),
+    ):
+        for m in filter(None, map(pattern.search, parts)):
+            report |= {key: max(report.get(key, 0), int(m[name])) for name, key in names.items()}
     return report
 
 

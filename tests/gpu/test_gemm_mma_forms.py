@@ -55,7 +55,7 @@ def test_fp8_epilogues(scales: str, activation: str, gate_up: str) -> None:
         for m, n, k in ((70, 176, 256), (16, 512, 384), (130, 288, 144)):
             case = Product(m, n, k, scales=scales, orders=orders, activation=activation, gate_up=gate_up, bias="bf16")
             run(case)
-            run(replace(case, c="fp32", beta=-0.5, out="fp16"))
+            run(replace(case, c="fp32", beta=-0.5))
 
 
 @pytest.mark.parametrize("scales", RECIPES)
@@ -90,6 +90,14 @@ def test_fp8_nan_and_infinity_stay_in_their_row_and_column() -> None:
         assert torch.equal(~tensors.out[0].isfinite(), touched), b_type
 
 
+@pytest.mark.parametrize("shape", ((0, 8, 128), (8, 0, 128), (5, 8, 0), (1, 1, 1)), ids=str)
+def test_empty_and_tiny(shape: tuple[int, int, int]) -> None:
+    for scales in RECIPES:
+        run(Product(*shape, scales=scales, bias="bf16"))
+    for weight in ("int4", "mxfp4"):
+        run(Product(*shape, "bf16", weight=weight))
+
+
 @pytest.mark.parametrize("row", mma_configs.FP8, ids=lambda row: str(row.config))
 def test_every_fp8_config(row: mma_configs.Measured) -> None:
     for scales in ("row", "block_1x128"):
@@ -119,5 +127,14 @@ def test_mxfp4(a: str) -> None:
 def test_packed_epilogues_orders_and_batches(weight: str) -> None:
     for orders in ("rc", "cc"):
         run(Product(40, 96, 330, "bf16", weight=weight, orders=orders, activation="swiglu", bias="fp32"))
-        run(Product(20, 48, 128, "fp16", out="fp32", weight=weight, orders=orders, batch=3, batched_b=True, c="fp16", beta=2.0))
+        run(Product(20, 48, 128, "fp16", out="fp16", weight=weight, orders=orders, batch=3, batched_b=True, c="fp16", beta=2.0))
         run(Product(20, 48, 130, "fp16", weight=weight, orders=orders, pad=1))
+
+
+@pytest.mark.parametrize("out_scale", ("tensor", "row", "block_1x128"))
+@pytest.mark.parametrize("out", ("e4m3", "e5m2"))
+def test_quantized_outputs(out_scale: str, out: str) -> None:
+    for a, scales in (("bf16", None), ("e4m3", "row"), ("e4m3", "block_128x128")):
+        for m, n, k in ((130, 264, 256), (16, 1000, 128)):
+            run(Product(m, n, k, a, scales=scales, out=out, out_scale=out_scale, bias="bf16", activation="swiglu"))
+            run(Product(m, n, k, a, scales=scales, out=out, out_scale=out_scale, batch=3, pad=1))

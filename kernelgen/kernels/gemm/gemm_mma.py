@@ -18,17 +18,17 @@ from kernelgen.kernels.gemm.mma import (
     PARAMS,
     PARAMS_TYPE,
     Config,
-    addresses,
+    closure,
     form_of,
     gate_name,
     legal_config,
-    scalars,
     spec_parameters,
     spec_words,
     supports_operands,
     tiles,
 )
 from kernelgen.kernels.gemm.mma_configs import candidates_by_cost
+from kernelgen.kernels.gemm.requantize import TEMPLATE, Requantization
 from kernelgen.problems.gemm import GemmProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
@@ -42,8 +42,7 @@ ENTRY = "gemm_mma"
 
 def supports(problem: GemmProblem, target: Target) -> Verdict:
     """Can this kernel run the problem on the target at all?"""
-    return supports_operands(problem, target, ENTRY) and first_no(
-        (problem.out_scale is None, f"out_scale={problem.out_scale} is not in {ENTRY}"))
+    return supports_operands(problem, target, ENTRY)
 
 
 def _blocks(problem: GemmProblem, config: Config) -> int:
@@ -63,12 +62,19 @@ def candidates(problem: GemmProblem, target: Target) -> Iterator[Config]:
     return (c for c in candidates_by_cost(problem, target, problem.batch) if legal(problem, target, c))
 
 
+def _requantization(problem: GemmProblem, target: Target) -> Requantization | None:
+    return Requantization.of(problem, target, problem.batch, problem.m) if problem.out_scale else None
+
+
 def spec(problem: GemmProblem, target: Target, config: Config) -> KernelSpec:
     """The specialisation: dtypes, orders, scales, alignment class, epilogue and config; no extents."""
+    quantize, template = _requantization(problem, target), "gemm/gemm_mma.cu.jinja"
+    name, parameters = f"gemm_mma_{spec_words(problem, config)}", spec_parameters(problem, config)
+    if quantize:
+        name, parameters = f"{name}_{quantize.words}", parameters | quantize.parameters(template)
     return KernelSpec.make(
-        f"gemm_mma_{spec_words(problem, config)}", "gemm/gemm_mma.cu.jinja", "nvrtc",
-        spec_parameters(problem, config, problem.out_dtype), params=PARAMS, params_type=PARAMS_TYPE, entries=(ENTRY,), target=target,
-    )
+        name, TEMPLATE if quantize else template, "nvrtc", parameters, params=PARAMS, params_type=PARAMS_TYPE,
+        entries=(ENTRY, *(quantize.entries if quantize else ())), target=target)
 
 
 def bind(problem: GemmProblem, config: Config, kernel: Any, tensors: GemmTensors) -> Callable[[GemmTensors], None]:
@@ -76,13 +82,8 @@ def bind(problem: GemmProblem, config: Config, kernel: Any, tensors: GemmTensors
     launch = kernel.prepare(
         tensors.a.device.index or 0, grid=(_blocks(problem, config), 1, 1), block=(config.threads, 1, 1),
         shared_memory=config.shared_memory(form_of(problem)))
-    tail = PARAMS.pack_scalars(scalars(problem, config, tensors, tensors.out))
-    pointers = addresses(problem)
-
-    def run(t: GemmTensors) -> None:
-        launch(pointers(t, t.out, 0) + tail)
-
-    return run
+    quantize = _requantization(problem, kernel.spec.target)
+    return closure(problem, config, launch, tensors, quantize.bind(kernel, tensors) if quantize else None)
 
 
 def coverage() -> Iterable[tuple[GemmProblem, Config | None]]:
@@ -117,6 +118,8 @@ def _fp8_coverage(base: GemmProblem) -> Iterable[tuple[GemmProblem, Config | Non
     yield replace(base, scales="block_128x128", activation="swiglu"), None
     yield replace(base, scales="row", activation="swiglu", b_order="row", alignment=8), None
     yield replace(base, scales="block_128x128", alignment=1, accumulate_c=True, c_dtype="bf16"), None
+    for recipe in ("tensor", "row", "block_1x128"):
+        yield replace(base, m=16, out_dtype="e4m3", out_scale=recipe), None
 
 
 def _packed_coverage(base: GemmProblem) -> Iterable[tuple[GemmProblem, Config | None]]:

@@ -48,7 +48,6 @@ _FP8_BLOCK = 128  # elements of k and columns that share a scale
 ACTIVATION_NAMES = {None: "kNone", "relu": "kRelu", "gelu": "kGelu", "gelu_tanh": "kGeluTanh", "silu": "kSilu",
                     "swiglu": "kSilu", "geglu": "kGelu"}
 GATES = {"gate_first": "kGateFirst", "up_first": "kUpFirst", "interleaved": "kInterleaved"}
-_BITS = {"bf16": 16, "fp16": 16, "e4m3": 8, "e5m2": 8, "int4": 4, "mxfp4": 4}
 _ELEMENTS = {"int4": "int4_code", "mxfp4": "e2m1"}
 _SCALE_TYPES = {"e8m0": "kernelgen::uint8_t"}
 
@@ -186,9 +185,11 @@ class Config:
 
 def access(problem: GemmProblem) -> int:
     """Bytes of one access to a and b. The up half of a row-order b starts N / 2 elements into the row."""
-    bits = problem.alignment
-    if splits(problem) and form_of(problem).row_b:
-        bits |= problem.n // 2 * form_of(problem).bits_b // 8
+    form = form_of(problem)
+    # Elements are always aligned to their size; the class is that of all tensors, an fp8 output's among them.
+    bits = max(problem.alignment, min(form.bits_a, max(form.bits_b, 8)) // 8)
+    if splits(problem) and form.row_b:
+        bits |= problem.n // 2 * form.bits_b // 8
     return bits & -bits
 
 
@@ -203,12 +204,11 @@ def supports_operands(problem: GemmProblem, target: Target, kernel: str) -> Verd
     kinds = f"a and b are {p.a_dtype} and {p.b_dtype}, {kernel} takes one 16-bit type, two fp8 ones, or packed b beside a 16-bit a"
     known = (p.weight_format in PACKED and p.a_dtype in HALVES) if p.weight_format is not None else (
         p.a_dtype in FP8 and p.b_dtype in FP8 or p.a_dtype in HALVES and p.a_dtype == p.b_dtype)
-    size = min(_BITS.get(p.a_dtype, 16), 8 if p.weight_format else _BITS.get(p.b_dtype, 16)) // 8
     return first_no(
         (target.kind == "cuda" and target.capability >= 80, f"{kernel} needs sm_80 or later, got {target}"),
         (known, kinds),
-        (p.out_dtype in OUTPUTS or (p.out_scale is not None and p.out_dtype in FP8),
-         f"out dtype {p.out_dtype} is not one of {', '.join(OUTPUTS)}, nor fp8 with out_scale"),
+        (p.out_dtype in (FP8 if p.out_scale else OUTPUTS),
+         f"out dtype {p.out_dtype} with out_scale={p.out_scale} is not one of {', '.join(FP8 if p.out_scale else OUTPUTS)}"),
         (p.bias_dtype in (None, *OUTPUTS), f"bias dtype {p.bias_dtype} is not one of {', '.join(OUTPUTS)}"),
         (p.c_dtype in (None, *OUTPUTS), f"c dtype {p.c_dtype} is not one of {', '.join(OUTPUTS)}"),
         (p.activation is None or p.activation in ACTIVATIONS, f"activation {p.activation} is not in {kernel}"),
@@ -217,7 +217,6 @@ def supports_operands(problem: GemmProblem, target: Target, kernel: str) -> Verd
          f"a group of {p.group_size} elements shares a scale, {kernel} takes multiples of 32"),
         (p.weight_format is None or p.scale_dtype in (*OUTPUTS, "e8m0"), f"weight scales of {p.scale_dtype} are not in {kernel}"),
         (max(p.m, p.n, p.k) <= _MAX_EXTENT, f"an extent of {max(p.m, p.n, p.k)} exceeds {_MAX_EXTENT}"),
-        (p.alignment >= size, f"alignment {p.alignment} is below an element's {size} bytes"),
     )
 
 
@@ -254,8 +253,9 @@ def legal_config(problem: GemmProblem, target: Target, config: Config) -> Verdic
 def spec_words(problem: GemmProblem, config: Config) -> str:
     """The part of a spec's name that says dtypes, orders, epilogue and config."""
     p, form = problem, form_of(problem)
-    bias, addend = p.bias_dtype or p.out_dtype, p.c_dtype or p.out_dtype
-    words = [p.a_dtype if p.a_dtype == p.b_dtype else f"{p.a_dtype}x{p.b_dtype}", p.out_dtype,
+    out_dtype = kernel_out_dtype(p)
+    bias, addend = p.bias_dtype or out_dtype, p.c_dtype or out_dtype
+    words = [p.a_dtype if p.a_dtype == p.b_dtype else f"{p.a_dtype}x{p.b_dtype}", out_dtype,
              ("r" if form.row_a else "c") + ("r" if form.row_b else "c")]
     words += [p.scales] if p.scales in ("block_128x128", "block_1x128") else ["scaled"] if form.row_scales else []
     words += ["fast"] if form.bits_a == 8 and not form.promote_every else []
@@ -266,13 +266,18 @@ def spec_words(problem: GemmProblem, config: Config) -> str:
     words += [p.gate_up] if p.gated else []
     words += [f"c_{addend}"] if p.accumulate_c else []
     words += [] if access(p) == 16 else [f"a{access(p)}"]
-    words += [] if p.alignment == 16 else ["scalar_out"]
+    words += [] if _vector_out(p) else ["scalar_out"]
     return "_".join(words + str(config).split())
 
 
-def spec_parameters(problem: GemmProblem, config: Config, out_dtype: str) -> dict[str, Any]:
+def kernel_out_dtype(problem: GemmProblem) -> str:
+    """What the product's kernel writes: float32 where another one quantises it."""
+    return "fp32" if problem.out_scale else problem.out_dtype
+
+
+def spec_parameters(problem: GemmProblem, config: Config, grouping: str = "kNone") -> dict[str, Any]:
     """What the templates see of dtypes, orders, alignment class, epilogue and config; no extents."""
-    p, c, form = problem, config, form_of(problem)
+    p, c, form, out_dtype = problem, config, form_of(problem), kernel_out_dtype(problem)
     scale = p.scale_dtype if p.weight_format and p.scale_dtype else "fp32"
     return dict(
         element_a=p.a_dtype, element_b=_ELEMENTS.get(p.b_dtype, p.b_dtype), product=p.a_dtype if p.a_dtype in HALVES else "fp16",
@@ -280,11 +285,16 @@ def spec_parameters(problem: GemmProblem, config: Config, out_dtype: str) -> dic
         scale_type=_SCALE_TYPES.get(scale) or DTYPES[scale].cuda,
         block_m=c.block_m, block_n=c.block_n, block_k=c.block_k, warps_m=c.warps_m, warps_n=c.warps_n, warps_k=c.warps_k,
         stages=c.stages, blocks_per_sm=c.blocks_per_sm, raster_rows=c.raster_rows, row_a=form.row_a, row_b=form.row_b,
-        access=access(p), vector_out=p.alignment == 16, bias=p.bias, activation=ACTIVATION_NAMES[p.activation], gate=gate_name(p),
-        accumulate=p.accumulate_c, promote_every=form.promote_every, scale_depth=form.scale_depth, scale_columns=form.scale_columns,
-        block_scales_a=form.block_scales_a, block_scales_b=form.block_scales_b, row_scales=form.row_scales, zero=form.zero,
-        shared_memory=c.shared_memory(form),
+        access=access(p), vector_out=_vector_out(p), bias=p.bias, activation=ACTIVATION_NAMES[p.activation], gate=gate_name(p),
+        grouping=grouping, accumulate=p.accumulate_c, promote_every=form.promote_every, scale_depth=form.scale_depth,
+        scale_columns=form.scale_columns, block_scales_a=form.block_scales_a, block_scales_b=form.block_scales_b,
+        row_scales=form.row_scales, zero=form.zero, shared_memory=c.shared_memory(form),
     )
+
+
+def _vector_out(p: GemmProblem) -> bool:
+    """Rows of c and out take 16-byte accesses; those of a workspace are as long as the output is wide."""
+    return p.alignment == 16 and (p.out_scale is None or p.outputs % 4 == 0)
 
 
 def _batch_stride(t: torch.Tensor | None, size: int = 1) -> int:
@@ -296,13 +306,14 @@ def _strides(t: torch.Tensor | None, names: tuple[str, str], dims: tuple[int, in
     return {name: 0 if t is None else t.stride(dim) for name, dim in zip(names, dims)}
 
 
-def scalars(problem: GemmProblem, config: Config, t: GemmTensors | GroupedGemmTensors, out: torch.Tensor) -> dict[str, int | float]:
+def scalars(problem: GemmProblem, config: Config, t: GemmTensors | GroupedGemmTensors) -> dict[str, int | float]:
     """Everything of Params that is fixed by shapes, strides and scalars."""
     p, form = problem, form_of(problem)
     tiles_m, tiles_n = tiles(p, config)
     size_a, size_b = t.a.element_size(), t.b.element_size()
-    # A packed b is (.., N, K / 2): its rows are columns of the product.
+    # A packed b is (.., N, K / 2): its rows are columns of the product. A workspace is contiguous.
     dim_b = 1 if form.row_b or p.weight_format else 2
+    out = torch.empty(t.out.shape, device="meta") if p.out_scale else t.out
     values: dict[str, int | float] = {
         "a_batch": _batch_stride(t.a, size_a), "a_stride": t.a.stride(1 if form.row_a else 2) * size_a,
         "b_batch": _batch_stride(t.b, size_b), "b_stride": t.b.stride(dim_b) * size_b,
@@ -317,16 +328,36 @@ def scalars(problem: GemmProblem, config: Config, t: GemmTensors | GroupedGemmTe
     return values | _strides(t.zero_b, ("zero_block", "zero_column"), (1, 2))
 
 
-def addresses(problem: GemmProblem) -> Callable[[Any, torch.Tensor, int], bytes]:
+def _addresses(problem: GemmProblem) -> Callable[[Any, torch.Tensor, int], bytes]:
     """(tensors, out, address of ends) -> the pointers of Params, null where the problem has no such tensor."""
     p, form = problem, form_of(problem)
     pack = PARAMS.pointer_packer.pack
     scaled = form.row_scales or form.block_scales_b
+    scaled_a = scaled and p.weight_format is None
 
     def pointers(t: Any, out: torch.Tensor, ends: int) -> bytes:
         return pack(
             t.a.data_ptr(), t.b.data_ptr(), t.bias.data_ptr() if p.bias else 0, t.c.data_ptr() if p.accumulate_c else 0, out.data_ptr(),
-            t.scale_a.data_ptr() if scaled and t.scale_a is not None else 0, t.scale_b.data_ptr() if scaled else 0,
-            t.zero_b.data_ptr() if form.zero else 0, ends)
+            t.scale_a.data_ptr() if scaled_a else 0, t.scale_b.data_ptr() if scaled else 0, t.zero_b.data_ptr() if form.zero else 0, ends)
 
     return pointers
+
+
+def closure(
+    problem: GemmProblem, config: Config, launch: Callable[[bytes], None], tensors: Any,
+    quantize: Callable[[torch.Tensor, Any, int], None] | None = None,
+) -> Callable[[Any], None]:
+    """The closure of a repeated call: packs addresses, launches. ``quantize(workspace, tensors, address of ends)`` follows."""
+    tail, pointers = PARAMS.pack_scalars(scalars(problem, config, tensors)), _addresses(problem)
+    grouped, shape, device = problem.op == "grouped_gemm", tuple(tensors.out.shape), tensors.out.device
+
+    def run(t: Any) -> None:
+        ends = t.ends.data_ptr() if grouped else 0
+        if quantize is None:
+            launch(pointers(t, t.out, ends) + tail)
+            return
+        workspace = torch.empty(shape, dtype=torch.float32, device=device)
+        launch(pointers(t, workspace, ends) + tail)
+        quantize(workspace, t, ends)
+
+    return run

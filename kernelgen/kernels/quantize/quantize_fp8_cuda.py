@@ -27,6 +27,7 @@ PARAMS = ParamStruct((
     ("scale_batch", "i64"), ("scale_row", "i64"), ("scale_block", "i64"), ("rows", "i64"), ("width", "i64"),
     ("batch", "i32"), ("row_units", "i32"), ("column_units", "i32"), ("partials", "i32"),
 ))
+PARAMS_TYPE = "kernelgen::QuantizeParams"
 ENTRY, PARTIALS = "quantize_fp8_cuda", "quantize_fp8_partials"
 
 _INPUTS = ("fp32", "bf16", "fp16")
@@ -120,20 +121,30 @@ def _units(p: QuantizeProblem, c: Config) -> tuple[int, int]:
     return -(-p.rows // _BLOCK) if p.recipe == "block_128x128" else p.rows, columns
 
 
-def spec(problem: QuantizeProblem, target: Target, config: Config, limited: bool = False) -> KernelSpec:
-    """The specialisation: dtypes, recipe, activation, access widths and config; no extents."""
+def entries(problem: QuantizeProblem) -> tuple[str, ...]:
+    """The kernels of a call, the last one first."""
+    return (ENTRY, PARTIALS) if problem.recipe == "tensor" else (ENTRY,)
+
+
+def parameters(problem: QuantizeProblem, config: Config, limited: bool) -> dict[str, Any]:
+    """What the template sees: dtypes, recipe, activation, access widths and config; no extents."""
     p, c = problem, config
     access_x, access_codes = _access(p)
-    words = [p.dtype, p.code_dtype, p.recipe, *([p.activation] if p.activation else []), *([p.gate_up] if p.gated else []),
-             f"a{access_x}x{access_codes}", *(["limited"] if limited else []), *str(c).split()]
-    parameters: dict[str, Any] = dict(
+    return dict(
         element=DTYPES[p.dtype].cuda, code=_CODES[p.code_dtype], recipe=_RECIPE_NAMES[p.recipe],
         activation=ACTIVATION_NAMES[p.activation], gate=GATES[p.gate_up] if p.gated else "kNone", threads=c.threads, lanes=c.lanes,
         kept=c.kept, access_x=access_x, access_codes=access_codes, limited=limited)
+
+
+def spec(problem: QuantizeProblem, target: Target, config: Config, limited: bool = False) -> KernelSpec:
+    """The specialisation. ``limited``: rows end where a tensor on the device says."""
+    p = problem
+    access_x, access_codes = _access(p)
+    words = [p.dtype, p.code_dtype, p.recipe, *([p.activation] if p.activation else []), *([p.gate_up] if p.gated else []),
+             f"a{access_x}x{access_codes}", *(["limited"] if limited else []), *str(config).split()]
     return KernelSpec.make(
-        "quantize_fp8_cuda_" + "_".join(words), "quantize/quantize_fp8_cuda.cu.jinja", "nvrtc", parameters,
-        params=PARAMS, params_type="kernelgen::QuantizeParams",
-        entries=(ENTRY, PARTIALS) if p.recipe == "tensor" else (ENTRY,), target=target)
+        "quantize_fp8_cuda_" + "_".join(words), "quantize/quantize_fp8_cuda.cu.jinja", "nvrtc", parameters(p, config, limited),
+        params=PARAMS, params_type=PARAMS_TYPE, entries=entries(p), target=target)
 
 
 def bind(problem: QuantizeProblem, config: Config, kernel: Any, tensors: QuantizeTensors) -> Callable[[QuantizeTensors], None]:
@@ -147,15 +158,17 @@ def bind_limited(
 ) -> Callable[[QuantizeTensors, int], None]:
     """As bind(), for a kernel made with ``limited``: run(tensors, address of (batch) int32 with the rows that exist)."""
     p, c, t = problem, config, tensors
-    device = t.x.device
+    device = t.codes.device
     row_units, column_units = _units(p, c)
     blocks = -(-p.batch * row_units * column_units // (c.threads // c.lanes))
     tensor = p.recipe == "tensor"
     if tensor:  # also without elements: the scale is written
         blocks = max(1, min(blocks, _BLOCKS_PER_SM * max(1, target_of(device).sm_count)))
-    shape = dict(grid=(blocks, 1, 1), block=(c.threads, 1, 1))
+    shape: dict[str, Any] = dict(grid=(blocks, 1, 1), block=(c.threads, 1, 1))
     index = device.index or 0
-    launches = [kernel.entry(name).prepare(index, **shape) for name in (PARTIALS, ENTRY)] if tensor else [kernel.prepare(index, **shape)]
+    own = kernel.spec.entries[0]  # of a product's binary it is another one
+    kernels = [kernel if name == own else kernel.entry(name, PARAMS) for name in reversed(entries(p))]
+    launches = [k.prepare(index, **shape) for k in kernels]
     tail = PARAMS.pack_scalars({
         "x_batch": t.x.stride(0), "x_row": t.x.stride(1), "codes_batch": t.codes.stride(0), "codes_row": t.codes.stride(1),
         "scale_batch": t.scale.stride(0), "scale_row": t.scale.stride(1), "scale_block": t.scale.stride(2),

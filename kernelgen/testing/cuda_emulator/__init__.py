@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import re
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kernelgen.params import ParamStruct
 from kernelgen.render import render
 from kernelgen.specs import KernelSpec
 
@@ -32,6 +34,9 @@ _REPLACED = (
      "#include <kernelgen/cuda/conversions.cuh>\n\nnamespace kernelgen {\n\nstruct e4m3"),
 )
 
+# Name and argument type of a kernel.
+_ENTRY = re.compile(r"^(\w+)\(const __grid_constant__ (\S+) params\)", re.MULTILINE)
+
 
 def _rewritten(text: str) -> str:
     for old, new in _REPLACED:
@@ -43,8 +48,8 @@ def _library(spec: KernelSpec, folder: Path) -> Path:
     source = render(spec)
     text = _rewritten(source.text) + "".join(
         f'\nextern "C" void emulate_{entry}(const unsigned* grid, int threads, int lazy, unsigned seed, const void* params) {{\n'
-        f"  emulator::launch(grid, threads, lazy != 0, seed, [=] {{ {entry}(*static_cast<const {spec.params_type}*>(params)); }});\n}}\n"
-        for entry in spec.entries)
+        f"  emulator::launch(grid, threads, lazy != 0, seed, [=] {{ {entry}(*static_cast<const {kind}*>(params)); }});\n}}\n"
+        for entry, kind in _ENTRY.findall(source.text))
     own = {str(p.relative_to(_HERE)): p.read_text() for p in sorted(_HERE.rglob("*")) if p.suffix in (".h", ".cuh")}
     headers = {name: _rewritten(content) for name, content in source.includes} | own
     digest = hashlib.sha256(repr((text, sorted(headers.items()), _FLAGS)).encode()).hexdigest()[:20]
@@ -70,10 +75,10 @@ class EmulatedKernel:
     lazy: bool = False
     seed: int = 1
     name: str = ""
-    _library: Any = field(default=None, repr=False)
+    params: ParamStruct | None = None
 
-    def entry(self, name: str) -> EmulatedKernel:
-        return EmulatedKernel(self.spec, self.folder, self.lazy, self.seed, name)
+    def entry(self, name: str, params: ParamStruct | None = None) -> EmulatedKernel:
+        return EmulatedKernel(self.spec, self.folder, self.lazy, self.seed, name, params)
 
     def prepare(self, device: int, *, grid: tuple[int, int, int], block: tuple[int, int, int], shared_memory: int = 0,
                 **_: Any) -> Callable[[bytes], None]:
@@ -81,7 +86,7 @@ class EmulatedKernel:
         sizes = (ctypes.c_uint * 3)(*grid)
 
         def launch(params: bytes) -> None:
-            assert len(params) == self.spec.params.size
+            assert len(params) == (self.params or self.spec.params).size
             buffer = ctypes.create_string_buffer(params, len(params) + 64)
             function(sizes, block[0], int(self.lazy), self.seed, buffer)
 

@@ -9,20 +9,18 @@ import pytest
 import torch
 
 import kernelgen
-from kernelgen import build, settings
-from kernelgen.dispatch import select
+from kernelgen import build
 from kernelgen.errors import NoBackendError
 from kernelgen.kernels.gemm import gemm_cpu
-from kernelgen.ops import memo
 from kernelgen.problems.gemm import GemmProblem
-from kernelgen.targets import CPU_ISA_LEVELS, Target, present_cpu_isa
+from kernelgen.targets import Target
 from kernelgen.tensors import GemmTensors
+from kernelgen.testing.cpu_level import LEVELS, instruction_level
 from kernelgen.testing.data import offset_by_one, poisoned_empty, random_tensor, seed_of
 from kernelgen.testing.gemm import check_gemm, operands
 from kernelgen.testing.tolerance import assert_bits_equal
 
 F32, F64, BF16, FP16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
-LEVELS = tuple(CPU_ISA_LEVELS)
 ORDERS = ("rr", "rc", "cr", "cc")
 # m, n, k around the edges of register tiles (8 x 32 and smaller), pairs of k, and blocks of k (192 and more).
 SIZES = ((1, 1, 1), (3, 5, 2), (8, 32, 16), (9, 33, 17), (7, 100, 8), (65, 31, 401), (130, 70, 63))
@@ -31,18 +29,8 @@ SIZES = ((1, 1, 1), (3, 5, 2), (8, 32, 16), (9, 33, 17), (7, 100, 8), (65, 31, 4
 @pytest.fixture
 def level(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run the public call for one instruction level."""
-    wanted = request.param
-    if LEVELS.index(wanted) > LEVELS.index(present_cpu_isa()):
-        pytest.skip(f"this processor has no {wanted}")
-
-    def forget() -> None:
-        select.forget()
-        memo.forget_calls()
-
-    forget()
-    with settings.override(cpu_isa=wanted):
-        yield wanted
-    forget()
+    with instruction_level(request.param) as isa:
+        yield isa
 
 
 @pytest.mark.parametrize("dtype", (F32, BF16, FP16, F64), ids=str)

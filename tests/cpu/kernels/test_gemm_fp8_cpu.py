@@ -9,18 +9,14 @@ import torch
 
 import kernelgen
 from kernelgen import reference as ref
-from kernelgen import settings
-from kernelgen.dispatch import select
 from kernelgen.errors import DeviceError, DtypeError, ShapeError
-from kernelgen.ops import memo
-from kernelgen.targets import CPU_ISA_LEVELS, present_cpu_isa
+from kernelgen.testing.cpu_level import LEVELS, instruction_level
 from kernelgen.testing.data import column_major, offset_by_one, poisoned_empty, random_tensor, seed_of
 from kernelgen.testing.gemm import check_gemm, check_quantized_gemm, operands, scales_of
 from kernelgen.testing.tolerance import assert_bits_equal
 
 F32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-LEVELS = tuple(CPU_ISA_LEVELS)
 ORDERS = ("rr", "rc", "cr", "cc")
 RECIPES = ("tensor", "row", "block_128x128", "block_1x128")
 # Around register tiles, blocks of 128, and the thin form, which takes up to four rows.
@@ -30,13 +26,8 @@ SIZES = ((1, 1, 1), (3, 5, 2), (4, 131, 300), (2, 40, 128), (9, 33, 17), (130, 7
 @pytest.fixture
 def level(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run the public call for one instruction level."""
-    wanted = request.param
-    if LEVELS.index(wanted) > LEVELS.index(present_cpu_isa()):
-        pytest.skip(f"this processor has no {wanted}")
-    select.forget(), memo.forget_calls()
-    with settings.override(cpu_isa=wanted):
-        yield wanted
-    select.forget(), memo.forget_calls()
+    with instruction_level(request.param) as isa:
+        yield isa
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -10,11 +10,8 @@ import torch
 
 import kernelgen
 from kernelgen import reference as ref
-from kernelgen import settings
-from kernelgen.dispatch import select
 from kernelgen.errors import DtypeError, SettingsError, ShapeError
-from kernelgen.ops import memo
-from kernelgen.targets import CPU_ISA_LEVELS, present_cpu_isa
+from kernelgen.testing.cpu_level import LEVELS, instruction_level
 from kernelgen.testing.data import padded_rows, random_tensor, seed_of
 from kernelgen.testing.gemm import check_gemm, check_quantized_gemm
 from kernelgen.testing.grouped import check_grouped, grouped_operands
@@ -43,22 +40,15 @@ def test_sizes(form: dict[str, Any]) -> None:
         check_gemm(padded_rows(a, 1 + i % 2), weight, seed=seed_of(what), what=what, out_pad=i % 2)
 
 
-@pytest.mark.parametrize("isa", CPU_ISA_LEVELS)
+@pytest.mark.parametrize("isa", LEVELS)
 def test_instruction_levels(isa: str) -> None:
-    levels = tuple(CPU_ISA_LEVELS)
-    if levels.index(isa) > levels.index(present_cpu_isa()):
-        pytest.skip(f"this processor has no {isa}")
-    with settings.override(cpu_isa=isa):
-        select.forget()
-        memo.forget_calls()
+    with instruction_level(isa):
         for form in (FORMATS[1], FORMATS[4]):
             weight = kernelgen.pack_weight(random_tensor((50, 333), BF16, seed=1), **form)
             for m in (45, 3):
                 a = random_tensor((m, 333), BF16, seed=2)
                 check_gemm(a, weight, seed=2, what=f"{isa} {names(form)} m={m}")
                 check_gemm(a, weight, seed=2, what=f"{isa} {names(form)} m={m} swiglu", activation="swiglu", gate_up="interleaved")
-    select.forget()
-    memo.forget_calls()
 
 
 @pytest.mark.parametrize("gate_up", ("gate_first", "up_first", "interleaved"))

@@ -7,11 +7,8 @@ import torch
 
 import kernelgen
 from kernelgen import reference as ref
-from kernelgen import settings
-from kernelgen.dispatch import select
 from kernelgen.errors import DeviceError, DtypeError, NoBackendError, ShapeError
-from kernelgen.ops import memo
-from kernelgen.targets import CPU_ISA_LEVELS, present_cpu_isa
+from kernelgen.testing.cpu_level import LEVELS, instruction_level
 from kernelgen.testing.data import poisoned_empty, random_lengths, random_tensor, seed_of
 from kernelgen.testing.gemm import operands
 from kernelgen.testing.grouped import check_grouped, check_grouped_quantized, grouped_operands, grouped_scales
@@ -67,20 +64,13 @@ def test_output_is_quantised(grouping: str, recipe: str) -> None:
     check_grouped_quantized(grouping, a, b, ends, recipe, seed=1, what=f"{grouping} {recipe}")
 
 
-@pytest.mark.parametrize("isa", CPU_ISA_LEVELS)
+@pytest.mark.parametrize("isa", LEVELS)
 def test_instruction_levels(isa: str) -> None:
-    levels = tuple(CPU_ISA_LEVELS)
-    if levels.index(isa) > levels.index(present_cpu_isa()):
-        pytest.skip(f"this processor has no {isa}")
-    with settings.override(cpu_isa=isa):
-        select.forget()
-        memo.forget_calls()
+    with instruction_level(isa):
         a, b, ends = grouped_operands("rows", [3, 30, 0, 9], 70, 200, BF16, seed=1, order="rc")
         check_grouped("rows", a, b, ends, seed=1, what=isa)
         a, b, ends = grouped_operands("k", [3, 131, 0, 70, 1], 30, 70, E4M3, seed=1, order="cr")
         check_grouped("k", a, b, ends, seed=1, what=f"{isa} fp8", **grouped_scales(a, b, "block_1x128", seed=1))
-    select.forget()
-    memo.forget_calls()
 
 
 def test_many_experts_with_skewed_sizes() -> None:
@@ -209,7 +199,7 @@ def test_every_covered_problem_has_a_legal_config() -> None:
     from kernelgen.kernels.gemm import grouped_gemm_cpu as host
     from kernelgen.targets import Target
 
-    for level in CPU_ISA_LEVELS:
+    for level in LEVELS:
         target = Target.parse(f"cpu-{level}")
         for problem, _ in host.coverage():
             assert host.supports(problem, target), problem

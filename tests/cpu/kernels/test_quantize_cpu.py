@@ -7,10 +7,8 @@ import torch
 
 import kernelgen
 from kernelgen import reference as ref
-from kernelgen import settings
-from kernelgen.dispatch import select
 from kernelgen.errors import DtypeError, LayoutError, NoBackendError, SettingsError, ShapeError
-from kernelgen.ops import memo
+from kernelgen.testing.cpu_level import instruction_level
 from kernelgen.testing.data import every_second_row, offset_by_one, padded_rows, random_tensor, seed_of
 from kernelgen.testing.quantize import check_quantize
 from kernelgen.testing.tolerance import assert_bits_equal
@@ -78,13 +76,9 @@ def test_empty(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("isa", ("x86-64-v3",))
 def test_instruction_levels(isa: str) -> None:
-    with settings.override(cpu_isa=isa):
-        select.forget()
-        memo.forget_calls()
+    with instruction_level(isa):
         check_quantize(random_tensor((20, 300), BF16, seed=1), "block_1x128", what=isa, seed=1)
         check_quantize(random_tensor((20, 300), BF16, seed=1), "row", what=isa, seed=1, activation="swiglu", gate_up="interleaved")
-    select.forget()
-    memo.forget_calls()
 
 
 def test_repeated_calls_allocate_their_own_outputs() -> None:

@@ -14,6 +14,7 @@
 
 #include <kernelgen/activation/activations.cuh>
 #include <kernelgen/cache/store.cuh>
+#include <kernelgen/cuda/to_fp8.cuh>
 #include <kernelgen/cuda/warp.cuh>
 #include <kernelgen/gemm/gate.cuh>
 
@@ -149,14 +150,23 @@ struct QuantizeFp8 : Options {
   }
 
   __device__ static void store(const float (&v)[kPiece], Code* row, int64_t column, int count, float scale) {
-    float quotient[kPiece];
+    Code codes[kPiece];
 #pragma unroll
-    for (int i = 0; i < kPiece; ++i) quotient[i] = v[i] / scale;
+    for (int i = 0; i < kPiece; i += 2) {
+      const uint32_t pair = fp8_pair<Code>(v[i] / scale, v[i + 1] / scale);
+      codes[i].__x = static_cast<uint8_t>(pair);
+      codes[i + 1].__x = static_cast<uint8_t>(pair >> 8);
+    }
+    constexpr int kAccess = Options::kAccessCodes;
     if (count == kPiece) {
-      store_run<Options::kAccessCodes>(row + column, quotient);
+#pragma unroll
+      for (int i = 0; i < kPiece; i += kAccess) {
+        Elements<Code, kAccess> part;
+#pragma unroll
+        for (int j = 0; j < kAccess; ++j) part.value[j] = codes[i + j];
+        *reinterpret_cast<Elements<Code, kAccess>*>(row + column + i) = part;
+      }
     } else {
-      Code codes[kPiece];
-      round_run(codes, quotient);
 #pragma unroll
       for (int i = 0; i < kPiece; ++i) {
         if (i < count) row[column + i] = codes[i];
