@@ -19,6 +19,7 @@
 
 #include "kernelgen/gemm/gemm_epilogue.h"
 #include "kernelgen/gemm/pack.h"
+#include "kernelgen/gemm/pack_bytes.h"
 
 namespace kernelgen {
 
@@ -97,10 +98,21 @@ struct GemmCpu : GemmEpilogue<Options> {
     }
   }
 
+  template <class X, int Width, class Zero>
+  static void pack_strip(const X* strip, int64_t outer_stride, int64_t k_stride, int64_t outer, int64_t depth, Element* panel,
+                         int64_t pitch, Zero zero) {
+    if constexpr (sizeof(X) == 1) {
+      BytePacker<X, Product>::template pack<Width>(strip, outer_stride, k_stride, outer, depth, panel, pitch, zero);
+    } else {
+      Packer<X, Product>::template pack<Width>(strip, outer_stride, k_stride, outer, depth, panel, pitch);
+    }
+  }
+
   static void pack_a(const GemmCpuParams& p, const T* a, int64_t rows, int64_t depth, Element* panels) {
     const int64_t panel = p.block_k * kRows;
     for (int64_t r = 0; r < rows; r += kRows, panels += panel) {
-      Packer<T, Product>::template pack<kRows>(a + r * p.a_row, p.a_row, p.a_column, rows - r, depth, panels, kRows * kDepth);
+      pack_strip<T, kRows>(a + r * p.a_row, p.a_row, p.a_column, rows - r, depth, panels, kRows * kDepth,
+                           [](int64_t, int64_t) { return 0.0f; });
     }
   }
 
@@ -109,15 +121,11 @@ struct GemmCpu : GemmEpilogue<Options> {
                            Element* panel) {
     const int64_t step = Epilogue::kColumnStep * p.b_column;
     const TB* b = static_cast<const TB*>(p.b) + batch * p.b_batch + first * p.b_column;
-    if constexpr (is_packed<TB>) {
-      Packer<TB, Product>::template pack_codes<kOutputs>(
-          b + k / 2, step, columns, depth, panel, kWidth * kDepth, [&](int64_t i, int64_t offset) {
-            if constexpr (!std::is_same<TB, Int4>::value) return 0.0f;
-            return View::zero_of_b(p, batch, (k + offset) / Options::kSegment, first + i * Epilogue::kColumnStep);
-          });
-    } else {
-      Packer<TB, Product>::template pack<kOutputs>(b + k * p.b_row, step, p.b_row, columns, depth, panel, kWidth * kDepth);
-    }
+    pack_strip<TB, kOutputs>(b + (is_packed<TB> ? k / 2 : k * p.b_row), step, p.b_row, columns, depth, panel, kWidth * kDepth,
+                             [&](int64_t i, int64_t offset) {
+                               if constexpr (!std::is_same<TB, Int4>::value) return 0.0f;
+                               return View::zero_of_b(p, batch, (k + offset) / Options::kSegment, first + i * Epilogue::kColumnStep);
+                             });
   }
 
   static void pack_b(const GemmCpuParams& p, int64_t batch, int64_t column, int64_t columns, int64_t k, int64_t depth, Element* panel) {

@@ -47,16 +47,6 @@ KERNELGEN_INLINE __m256 load8(const T* p) {
   return widen8(T{}, sizeof(T) == 1 ? _mm_loadl_epi64((const __m128i*)p) : _mm_loadu_si128((const __m128i*)p));
 }
 
-#if defined(__AVX512BF16__)
-// fp8 values as bf16, which holds each exactly: 16 and 8 of them.
-template <class T>
-KERNELGEN_INLINE __m256i load16_as_bf16(const T* p) {
-  return (__m256i)_mm512_cvtneps_pbh(widen16(T{}, _mm_loadu_si128((const __m128i*)p)));
-}
-template <class T>
-KERNELGEN_INLINE __m128i load8_as_bf16(const T* p) { return (__m128i)_mm256_cvtneps_pbh(load8(p)); }
-#endif
-
 // 16 codes of eight bytes, in the order of k.
 KERNELGEN_INLINE __m128i split_nibbles(__m128i bytes) {
   const __m128i mask = _mm_set1_epi8(15);

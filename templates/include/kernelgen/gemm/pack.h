@@ -1,4 +1,4 @@
-// Packing: a strip of a GEMM operand into the panel that Tile (cpu/microkernel.h) reads.
+// Packing of 16 to 64-bit elements (pack_bytes.h has the others): a strip of a GEMM operand into the panel that Tile (cpu/microkernel.h) reads.
 //
 // A strip is `outer` rows of a (or columns of b) by `depth` elements of k, at any two strides. Its panel holds, step
 // after step, one group of Product::kDepth consecutive k for each outer index:
@@ -78,7 +78,7 @@ struct Packer {
     if constexpr (kSameType) {
       return x;
     } else {
-      return narrow<Element>(widen(x));
+      return widen(x);
     }
   }
 
@@ -86,42 +86,18 @@ struct Packer {
   static KERNELGEN_INLINE Reg load_along_k(const T* p) {
     if constexpr (kSameType) {
       return _mm256_loadu_si256((const __m256i*)p);
-    } else if constexpr (kDepth == 1) {
-      return _mm256_castps_si256(load8(p));
     } else {
-#if defined(__AVX512BF16__)
-      return load16_as_bf16(p);
-#endif
+      return _mm256_castps_si256(load8(p));
     }
   }
 
   // kCount words of consecutive outer indices: element k of each and, for pairs, element k + 1.
   static KERNELGEN_INLINE Reg load_along_outer(const T* p, int64_t k_stride) {
     if constexpr (kDepth == 2) {
-      const __m128i even = load_halves(p), odd = load_halves(p + k_stride);
+      const __m128i even = _mm_loadu_si128((const __m128i*)p), odd = _mm_loadu_si128((const __m128i*)(p + k_stride));
       return _mm256_set_m128i(_mm_unpackhi_epi16(even, odd), _mm_unpacklo_epi16(even, odd));
     } else {
       return load_along_k(p);
-    }
-  }
-  static KERNELGEN_INLINE __m128i load_halves(const T* p) {
-    if constexpr (kSameType) {
-      return _mm_loadu_si128((const __m128i*)p);
-    } else {
-#if defined(__AVX512BF16__)
-      return load8_as_bf16(p);
-#endif
-    }
-  }
-
-  // kCount words from k on of a row of packed codes, of which n elements are left.
-  static KERNELGEN_INLINE Reg load_codes(const T* row, int64_t k, int64_t n, float zero) {
-    if constexpr (kDepth == 1) {
-      return _mm256_castps_si256(load8_nibbles(row, k, n) - _mm256_set1_ps(zero));
-    } else {
-#if defined(__AVX512BF16__)
-      return (__m256i)_mm512_cvtneps_pbh(load16_nibbles(row, k, n) - _mm512_set1_ps(zero));
-#endif
     }
   }
 
@@ -147,27 +123,6 @@ struct Packer {
         for (int64_t d = 0; d < kDepth; ++d) {
           const int64_t k = s * kDepth + d;
           panel[s * pitch + i * kDepth + d] = i < outer && k < depth ? convert(strip[i * outer_stride + k * k_stride]) : Element{};
-        }
-      }
-    }
-  }
-
-  // Packs rows of packed codes, `row_bytes` apart; zero(i, k) is what a code of 0 stands for, and constant for kCount words.
-  template <int Width, class Zero>
-  static void pack_codes(const T* strip, int64_t row_bytes, int64_t outer, int64_t depth, Element* panel, int64_t pitch, Zero zero) {
-    const int64_t steps = (depth + kDepth - 1) / kDepth;
-    for (int64_t i0 = 0; i0 < Width; i0 += kCount) {
-      for (int64_t s = 0; s < steps; s += kCount) {
-        Reg r[kCount];
-#pragma GCC unroll 8
-        for (int i = 0; i < kCount; ++i) {
-          const int64_t row = i0 + i, k = s * kDepth;
-          r[i] = row < outer && row < Width ? load_codes(strip + row * row_bytes, k, depth - k, zero(row, k)) : _mm256_setzero_si256();
-        }
-        Block::transpose(r);
-#pragma GCC unroll 8
-        for (int i = 0; i < kCount; ++i) {
-          if (s + i < steps) store_first(panel + (s + i) * pitch + i0 * kDepth, r[i], Width - int(i0));
         }
       }
     }
