@@ -83,8 +83,7 @@ class Spec:
         elif self.layout == "dense" and self.mask != "none":
             changes["mask"] = "dense"
         if changes.get("variant", self.variant) in WITHOUT_SOFTMAX:
-            # A weight is a score as it is: where products cancel, the oracle's own float64 is no better than a float64 kernel's.
-            changes |= {"variant": "score"} if self.dtype == "fp64" else {"sinks": False, "lse": False}
+            changes |= {"sinks": False, "lse": False}
         if self.dtype in FP8:
             changes |= {"kv": self.dtype}
         elif self.kv == "same":
