@@ -112,7 +112,8 @@ def fp8_scale(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     Never below the smallest normal float32, so that its reciprocal is finite.
     """
     info = torch.finfo(torch.float32)
-    scale = (amax.to(torch.float32) / torch.finfo(dtype).max).clamp(min=info.tiny)
+    # By a tensor: torch turns a division by a Python number into a multiplication by its reciprocal on CUDA.
+    scale = (amax.to(torch.float32) / torch.full((), torch.finfo(dtype).max, device=amax.device)).clamp(min=info.tiny)
     return torch.where(amax == 0, 1.0, scale)
 
 

@@ -162,7 +162,7 @@ def dequantized(codes: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor
     """What a quantised output means, in float32; any other as it is."""
     if scale is None:
         return codes
-    full = scale.repeat_interleave(_BLOCK, -1)[..., : codes.shape[-1]] if scale.shape[-1] > 1 else scale
+    full = scale.repeat_interleave(_BLOCK, -1)[..., : codes.shape[-1]] if scale.dim() and scale.shape[-1] > 1 else scale
     return codes.float() * full
 
 

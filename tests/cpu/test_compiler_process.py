@@ -30,7 +30,9 @@ echo $$ $! > "{pids}.part" && mv "{pids}.part" "{pids}"
 wait
 """
 USE = """
-import os, sys, threading, time
+import os, signal, sys, threading, time
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests that were started under nohup or in the background ignore both
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from kernelgen.launch.host import start_launcher
 if sys.argv[2] == "thread":
     start_launcher()

@@ -53,6 +53,7 @@ def run(problem: GemmProblem, config: Config | Skinny, a: torch.Tensor, b: torch
         results.append(out)
     assert_bits_equal(results[1], results[0], what=f"{what}, second run")
     words = {k: v for k, v in features.items() if v is not None} | {"activation": problem.activation, "gate_up": problem.gate_up}
+    words |= {name: words[name].reshape(()) for name in ("scale_a", "scale_b") if problem.scales == "tensor"}
     plain_words: dict[str, Any] = {"bias": None, "c": None, "beta": 1.0} | words
     b = b if b.shape[0] == a.shape[0] else b[0]
     exact = ref.gemm(a, b, **words)
@@ -82,7 +83,7 @@ def test_few_rows(split_k: int, order: str) -> None:
             a, b = operands(m, n, k, BF16, seed=k + m, device=CUDA, order=order, batch=1, batched_b=True)
             problem = replace(BASE, m=m, n=n, k=k, b_order=WORDS[order[1]])
             for groups in (1, 2, 4):
-                config = Skinny(mma_m, tokens, 2 * groups + 1, blocks_k, groups, split_k)
+                config = Skinny(mma_m, tokens, 3 * groups, blocks_k, groups, split_k)
                 if skinny_sm90.legal(problem, target_of(CUDA), config):
                     run(problem, config, a, b, f"{config} {order} {m}x{n}x{k}")
 

@@ -97,8 +97,10 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
     return first_no(
         (problem.m <= c.tokens <= MAX_ROWS and c.tokens % 8 == 0, f"config {c}: {problem.m} rows of a do not fit {c.tokens}"),
         (c.mma_m in (1, 2) and c.blocks_k >= 1, f"config {c}: 1 or 2 parts of at least one box"),
-        # A warpgroup gives a stage back once it has the next one: with fewer than two each the ring would stand still.
-        (c.groups in (1, 2, 4) and c.stages >= 2 * c.groups, f"config {c}: 1, 2 or 4 warpgroups, each with two stages"),
+        # A warpgroup gives a stage back once it has the next one: with fewer than two each the ring would stand still. And a stage
+        # stays with one warpgroup: another, which did not wait for its last filling, could take that for the next.
+        (c.groups in (1, 2, 4) and c.stages >= 2 * c.groups and c.stages % c.groups == 0,
+         f"config {c}: 1, 2 or 4 warpgroups, each with the same number of stages, two or more"),
         (c.split_k in (1, 2, 4, 8), f"config {c}: clusters of 1, 2, 4 or 8"),
         (not splits(problem) or problem.b_order == "col" or c.mma_m == 2, f"config {c}: rows of gate and up are loaded by 64 columns"),
         (sums <= _MAX_SUMS, f"config {c} has {sums} accumulators per thread, expected at most {_MAX_SUMS}"),
@@ -109,11 +111,10 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
 
 def _configs(problem: GemmProblem) -> Iterator[Config]:
     tokens = next((n for n in (8, 16, 32, 64, 128) if n >= problem.m), MAX_ROWS)
-    # One warpgroup: more of them have not been timed.
-    for mma_m, split_k, blocks_k in product((1, 2), (1, 2, 4, 8), (2, 1)):
+    for mma_m, split_k, blocks_k, groups in product((1, 2), (1, 2, 4, 8), (2, 1), (1, 2)):
         stage = blocks_k * (mma_m * MMA_ROWS + tokens) * ROW_BYTES
         for budget in (109 << 10, 220 << 10):  # two blocks per SM, or one
-            yield Config(mma_m, tokens, min(budget // stage, 12), blocks_k, 1, split_k)
+            yield Config(mma_m, tokens, min(budget // stage, 12) // groups * groups, blocks_k, groups, split_k)
 
 
 @dataclass(frozen=True)

@@ -85,8 +85,8 @@ def test_illegal_configs_say_why() -> None:
         (dense_sm90, BASE, C(1, 1, 64, 4, pingpong=True), "turns"),
         (dense_sm90, BASE, C(1, 2, 260, 4), "steps of 8"), (skinny_sm90, replace(BASE, m=17), S(1, 16, 4), "17 rows"),
         (skinny_sm90, replace(BASE, m=1), S(1, 8, 4, split_k=3), "clusters of"),
-        (skinny_sm90, replace(BASE, m=1), S(1, 8, 1), "two stages"),
-        (skinny_sm90, replace(BASE, m=1), S(1, 8, 7, groups=4), "two stages"),
+        (skinny_sm90, replace(BASE, m=1), S(1, 8, 1), "two or more"),
+        (skinny_sm90, replace(BASE, m=1), S(1, 8, 7, groups=4), "two or more"),
     ):
         verdict = family.legal(problem, H200, config)  # type: ignore[attr-defined]
         assert not verdict and words in verdict.reason, (config, verdict)

@@ -3,7 +3,8 @@
 // A thread's copies become visible to itself after cp_async_wait, to the block after a barrier that follows it.
 #pragma once
 
-#include <kernelgen/cuda/types.cuh>
+#include <kernelgen/cuda/gather.cuh>
+#include <kernelgen/cuda/memory.cuh>
 
 namespace kernelgen {
 
@@ -23,15 +24,9 @@ __device__ inline void copy_16_aligned(uint32_t shared, const void* source, bool
   if constexpr (Alignment == 16) {
     cp_async_16(shared, source, valid);
   } else if constexpr (Alignment == 2) {
-    uint32_t words[4] = {0, 0, 0, 0};
-    if (valid) {
-      const uint16_t* halves = static_cast<const uint16_t*>(source);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) words[i] = halves[2 * i] | (static_cast<uint32_t>(halves[2 * i + 1]) << 16);
-    }
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(words[0]), "r"(words[1]),
-                 "r"(words[2]), "r"(words[3])
-                 : "memory");
+    uint32_t words[4];
+    gather_prefix<2>(words, source, valid ? 16 : 0);
+    store_chunk(shared, words);
   } else {
     const char* bytes = static_cast<const char*>(source);
 #pragma unroll
@@ -58,26 +53,11 @@ __device__ inline void copy_bytes_aligned(uint32_t shared, const void* source, i
                    : "memory");
     }
   } else {
-    uint32_t words[4] = {0, 0, 0, 0};
-    const uint8_t* from = static_cast<const uint8_t*>(source);
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      if (i < bytes) words[i / 4] |= static_cast<uint32_t>(from[i]) << (i % 4 * 8);
-    }
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(words[0]), "r"(words[1]), "r"(words[2]),
-                 "r"(words[3])
-                 : "memory");
+    uint32_t words[4];
+    gather_prefix<Alignment>(words, source, bytes);
+    store_chunk(shared, words);
   }
 }
-
-template <int Bytes>
-struct copied_unit {
-  using type = uint8_t;
-};
-template <>
-struct copied_unit<2> {
-  using type = uint16_t;
-};
 
 // Copies the first `bytes` (0 .. 16, any number) of 16 bytes and writes zeros for the rest; `source` is aligned to `Alignment`
 // bytes. Classes 1 and 2 load through registers and are synchronous.
@@ -94,30 +74,17 @@ __device__ inline void copy_prefix(uint32_t shared, const void* source, int byte
                    : "memory");
     }
   } else {
-    using Unit = typename copied_unit<Alignment>::type;
-    uint32_t words[4] = {0, 0, 0, 0};
-    const Unit* from = static_cast<const Unit*>(source);
-#pragma unroll
-    for (int i = 0; i < 16 / Alignment; ++i) {
-      if (i * Alignment < bytes) words[i * Alignment / 4] |= static_cast<uint32_t>(from[i]) << (i * Alignment % 4 * 8);
-    }
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(words[0]), "r"(words[1]), "r"(words[2]),
-                 "r"(words[3])
-                 : "memory");
+    uint32_t words[4];
+    gather_prefix<Alignment>(words, source, bytes);
+    store_chunk(shared, words);
   }
 }
 
 // Bytes [first, end) of 16 bytes, zeros for the others; synchronous, of any alignment.
 __device__ inline void copy_window(uint32_t shared, const void* source, int first, int end) {
-  uint32_t words[4] = {0, 0, 0, 0};
-  const uint8_t* from = static_cast<const uint8_t*>(source);
-#pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    if (i >= first && i < end) words[i / 4] |= static_cast<uint32_t>(from[i]) << (i % 4 * 8);
-  }
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(words[0]), "r"(words[1]), "r"(words[2]),
-               "r"(words[3])
-               : "memory");
+  uint32_t words[4];
+  gather_window(words, source, first, end);
+  store_chunk(shared, words);
 }
 
 // Copies one aligned 32-bit word, or writes 0.

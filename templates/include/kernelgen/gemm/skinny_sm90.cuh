@@ -66,6 +66,8 @@ struct SkinnySm90 : Options {
   using Product = Wgmma<T, kTokens>;
   using Ring = Pipeline<kStages, 4>;
   static_assert(kStages >= 2 * kGroups, "a warpgroup gives a stage back once it has its next one");
+  // Waiting names a parity, so only who waited for the last filling of a stage may wait for the next.
+  static_assert(kStages % kGroups == 0, "a stage stays with one warpgroup");
 
   static constexpr Gate kGate = Options::kGate;
   static constexpr bool kGated = kGate != Gate::kNone;

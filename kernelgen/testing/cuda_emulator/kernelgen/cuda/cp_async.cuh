@@ -1,4 +1,6 @@
 #pragma once
+#include <kernelgen/cuda/gather.cuh>
+#include <kernelgen/cuda/memory.cuh>
 #include <kernelgen/cuda/types.cuh>
 
 namespace kernelgen {
@@ -13,7 +15,9 @@ template <int Alignment>
 inline void copy_bytes_aligned(uint32_t shared, const void* source, int bytes) {
   require_aligned(source, Alignment, bytes > 0);
   if constexpr (Alignment < 4) {
-    emulator::land({emulator::dynamic_shared + shared, source, bytes, 16});
+    uint32_t words[4];
+    gather_prefix<Alignment>(words, source, bytes);
+    store_chunk(shared, words);
   } else {
     emulator::copy_async(shared, source, bytes, 16);
   }
@@ -27,15 +31,17 @@ template <int Alignment>
 inline void copy_prefix(uint32_t shared, const void* source, int bytes) {
   require_aligned(source, Alignment, bytes > 0);
   if constexpr (Alignment < 4) {
-    emulator::land({emulator::dynamic_shared + shared, source, bytes, 16});
+    uint32_t words[4];
+    gather_prefix<Alignment>(words, source, bytes);
+    store_chunk(shared, words);
   } else {
     emulator::copy_async(shared, source, bytes, 16);
   }
 }
 inline void copy_window(uint32_t shared, const void* source, int first, int end) {
-  unsigned char* target = emulator::dynamic_shared + shared;
-  std::memset(target, 0, 16);
-  if (end > first) std::memcpy(target + first, static_cast<const unsigned char*>(source) + first, end - first);
+  uint32_t words[4];
+  gather_window(words, source, first, end);
+  store_chunk(shared, words);
 }
 inline void cp_async_4(uint32_t shared, const void* source, bool valid = true) {
   require_aligned(source, 4, valid);
