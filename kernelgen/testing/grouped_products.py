@@ -150,7 +150,7 @@ def _check(case: Grouped, t: GroupedGemmTensors, b: Any, features: dict[str, Any
     assert_bits_equal(firsts[1], firsts[0], what=f"{what}, second run")
     exact, plain = _results(case, t, b, features)
     if t.out_scale is not None:
-        got = dequantized(_in_groups(case, t.out), t.out_scale if p.out_scale == "tensor" else _in_groups(case, t.out_scale))
+        got = dequantized(_in_groups(case, t.out), t.out_scale.reshape(()) if p.out_scale == "tensor" else _in_groups(case, t.out_scale))
         near = _in_groups(case, plain)
         codes, scale = ref.quantize_fp8(near, p.out_scale or "", dtype=t.out.dtype, compute_dtype=torch.float32)
         near = dequantized(codes, scale)

@@ -108,5 +108,7 @@ def _compare(case: Case, codes: torch.Tensor, scale: torch.Tensor, expected: tor
     assert bool(((scale - expected_scale).abs() <= 2e-6 * expected_scale).all()), what
     got, want = (x.view(torch.uint8).short() for x in (codes, expected))
     same_sign = (got & 128) == (want & 128)
-    assert bool((same_sign & ((got - want).abs() <= 1) | (codes.float() == expected.float())).all()), what
+    # 1 + tanh cancels for negative inputs: what is left is exact to some float32 ulps of the input, which may be many of e5m2's codes.
+    near = (codes.float() - expected.float()).abs() <= torch.finfo(codes.dtype).max * 2.0**-22
+    assert bool((same_sign & ((got - want).abs() <= 1) | near).all()), what
     assert (got != want).float().mean() < 1e-2, f"{what}: {int((got != want).sum())} codes differ"

@@ -6,6 +6,7 @@ made here, with their measurements: docs/design/hopper.md.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,10 +36,11 @@ from kernelgen.verdicts import Verdict, first_no
 
 # struct DenseSm90Params of dense_params.cuh.
 PARAMS = ParamStruct((
-    *((name, "ptr") for name in POINTERS), ("c_batch", "i64"), ("c_row", "i64"), ("out_batch", "i64"), ("out_row", "i64"),
-    ("scale_a_batch", "i64"), ("scale_b_batch", "i64"),
-    ("m", "i32"), ("n", "i32"), ("k", "i32"), ("tiles_m", "i32"), ("tiles_n", "i32"), ("tiles", "i32"), ("batched_b", "i32"),
-    ("scale_a_row", "i32"), ("scale_b_column", "i32"), ("beta", "f32"),
+    *((name, "ptr") for name in (*POINTERS, "ends")), *((name, "i64") for name in (
+        "c_batch", "c_row", "out_batch", "out_row", "bias_batch", "scale_a_batch", "scale_b_batch")),
+    *((name, "i32") for name in (
+        "m", "n", "k", "tiles_m", "tiles_n", "tiles", "groups", "batched_a", "batched_b", "scale_a_row", "scale_a_block",
+        "scale_b_column", "scale_b_block")), ("beta", "f32"),
 ), tensor_maps=("map_a", "map_b", "map_out", "map_rest"))
 ENTRY = "gemm_dense_sm90"
 
@@ -103,7 +105,10 @@ def supports(problem: GemmProblem, target: Target) -> Verdict:
 def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
     """Does the config fit the problem and the target: registers, shared memory, boxes?"""
     c = config
-    sums = c.mma_m * c.block_n // 2 * (2 if promotes(problem) else 1)
+    # Promoted, 64 rows at a time have sums of their own.
+    sums = (c.mma_m + (1 if promotes(problem) else 0)) * c.block_n // 2
+    sums += c.block_n // 4 if problem.scales == "block_1x128" else 0  # a scale for each of a thread's columns
+    half = problem.n // 2
     shared = c.shared_memory(DTYPES[problem.out_dtype].bytes, problem.gated)
     boxes_b = max(c.cluster_m, 2 if splits(problem) else 1)
     mn_boxes = (c.block_n // MMA_ROWS, boxes_b) if problem.b_order == "row" else (c.block_n // 8, boxes_b)
@@ -117,6 +122,8 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
         (mn_boxes[0] % mn_boxes[1] == 0, f"block_n {c.block_n} does not fall into {boxes_b} boxes"),
         (c.block_m // c.cluster_n <= 256, f"config {c}: a box has at most 256 rows"),
         (not problem.gated or c.block_n % 16 == 0, f"block_n {c.block_n}: a gate needs a multiple of 16"),
+        (not (splits(problem) and problem.scales == "block_128x128") or half % math.gcd(c.block_n // 2, 128) == 0,
+         f"block_n {c.block_n}: a scale's columns would end within a tile's of the up half, which begins at {half}"),
         (sums <= _MAX_SUMS[c.consumers], f"config {c} has {sums} accumulators per thread, at most {_MAX_SUMS[c.consumers]} leave room "
                                          "for the rest"),
         (shared <= target.shared_memory_per_block, f"config {c} needs {shared} bytes of shared memory, {target} has "
@@ -182,25 +189,30 @@ def candidates(problem: GemmProblem, target: Target) -> Iterator[Config]:
 
 def spec(problem: GemmProblem, target: Target, config: Config) -> KernelSpec:
     """The specialisation: dtypes, orders, epilogue and config; no extents."""
+    return spec_of(problem, target, config, ENTRY, "kNone")
+
+
+def spec_of(problem: GemmProblem, target: Target, config: Config, entry: str, grouping: str) -> KernelSpec:
+    """That of a dense or grouped product; ``grouping``: of grouping.cuh."""
     p, c, out_bytes = problem, config, DTYPES[problem.out_dtype].bytes
     parameters = options(
         p, c.block_n, mma_m=c.mma_m, consumers=c.consumers, block_n=c.block_n, stages=c.stages, cluster_m=c.cluster_m,
         cluster_n=c.cluster_n, band_rows=c.band_rows, pingpong=c.pingpong, slabs=c.slabs, tma_out=c.tma_out(out_bytes, p.gated),
-        shared_memory=c.shared_memory(out_bytes, p.gated))
+        shared_memory=c.shared_memory(out_bytes, p.gated), entry=entry, grouping=grouping)
     return KernelSpec.make(
-        "_".join(["gemm_dense_sm90", *words(p), *str(c).split()]), "gemm/dense_sm90.cu.jinja", "nvrtc", parameters,
-        params=PARAMS, params_type="kernelgen::DenseSm90Params", entries=(ENTRY,), target=target,
+        "_".join([entry, *words(p), *str(c).split()]), "gemm/dense_sm90.cu.jinja", "nvrtc", parameters,
+        params=PARAMS, params_type="kernelgen::DenseSm90Params", entries=(entry,), target=target,
     )
 
 
-def _maps(problem: GemmProblem, config: Config, t: GemmTensors) -> list[Any]:
+def _maps(problem: GemmProblem, config: Config, t: Any, box_a: int) -> list[Any]:
     """TMA descriptors of a, b and, where it leaves through shared memory, out."""
     p, c = problem, config
     k = depth(p)
     boxes_b = max(c.cluster_m, 2 if splits(p) else 1)
     major_a, major_b = p.a_order == "row", p.b_order == "col"
     maps = [
-        tensor_map("map_a", "a", t.a if major_a else t.a.mT, (k, c.block_m // c.cluster_n) if major_a else (MMA_ROWS, k)),
+        tensor_map("map_a", "a", t.a if major_a else t.a.mT, (k, box_a) if major_a else (MMA_ROWS, k)),
         tensor_map("map_b", "b", t.b.mT if major_b else t.b, (k, c.block_n // boxes_b) if major_b else (MMA_ROWS, k)),
     ]
     out_bytes = DTYPES[p.out_dtype].bytes
@@ -213,20 +225,25 @@ def _maps(problem: GemmProblem, config: Config, t: GemmTensors) -> list[Any]:
 
 def bind(problem: GemmProblem, config: Config, kernel: Any, tensors: GemmTensors) -> Callable[[GemmTensors], None]:
     """The closure of a repeated call: packs addresses, launches."""
-    p, c, t = problem, config, tensors
+    p, c = problem, config
     tiles_m, tiles_n = _tiles(p, c)
-    tiles = tiles_m * tiles_n * p.batch
+    return closure(p, c, kernel, tensors, tiles_m, tiles_n, tiles_m * tiles_n * p.batch, c.block_m // c.cluster_n)
+
+
+def closure(problem: GemmProblem, config: Config, kernel: Any, tensors: Any, tiles_m: int, tiles_n: int, tiles: int,
+            box_a: int) -> Callable[[Any], None]:
+    """That of a dense or grouped product. ``tiles``: of all batch entries, at most; ``box_a``: rows of a box of a."""
+    p, c, t = problem, config, tensors
     clusters = min(tiles, max(1, target_of(t.a.device).sm_count // c.blocks))
     launch = kernel.prepare(
         t.a.device.index or 0, grid=(clusters * c.blocks, 1, 1), block=(128 * (c.consumers + 1), 1, 1), cluster=(c.blocks, 1, 1),
-        programmatic=True, shared_memory=c.shared_memory(DTYPES[p.out_dtype].bytes, p.gated), tensor_maps=_maps(p, c, t))
-    tail = PARAMS.pack_scalars(scalars(p, t) | {"tiles_m": tiles_m, "tiles_n": tiles_n, "tiles": tiles})
+        programmatic=True, shared_memory=c.shared_memory(DTYPES[p.out_dtype].bytes, p.gated), tensor_maps=_maps(p, c, t, box_a))
+    tail = PARAMS.pack_scalars(scalars(p, t) | {
+        "tiles_m": tiles_m, "tiles_n": tiles_n, "tiles": tiles, "groups": p.batch, "batched_a": int(t.a.shape[0] > 1)})
     blank, pack, pointers = bytes(128 * len(PARAMS.tensor_maps)), PARAMS.pointer_packer.pack, addresses(p)
-
-    def run(t: GemmTensors) -> None:
-        launch(blank + pack(*pointers(t)) + tail)
-
-    return run
+    if p.op == "grouped_gemm":
+        return lambda t: launch(blank + pack(*pointers(t), t.ends.data_ptr()) + tail)
+    return lambda t: launch(blank + pack(*pointers(t), 0) + tail)
 
 
 def coverage() -> Iterable[tuple[GemmProblem, Config | None]]:
@@ -248,6 +265,9 @@ def coverage() -> Iterable[tuple[GemmProblem, Config | None]]:
     yield fp8, Config(1, 2, 128, 6)
     yield replace(fp8, accumulate="fast", scales="tensor"), Config(1, 2, 256, 4, 2, 1)
     yield replace(fp8, a_dtype="e5m2", b_dtype="e5m2", out_dtype="fp32"), Config(1, 2, 128, 4)
+    yield replace(fp8, scales="block_128x128"), Config(1, 2, 192, 4)
+    yield replace(fp8, scales="block_128x128", activation="swiglu"), Config(2, 2, 128, 4)
+    yield replace(fp8, scales="block_1x128", bias=True, bias_dtype="bf16"), Config(1, 2, 128, 6)
 
 
 FAMILY = KernelFamily(

@@ -12,6 +12,7 @@ from typing import Any
 
 from kernelgen.kernels.base import KernelFamily
 from kernelgen.kernels.gemm.sm90 import (
+    BLOCK_RECIPES,
     MMA_ROWS,
     POINTERS,
     ROW_BYTES,
@@ -34,14 +35,15 @@ from kernelgen.verdicts import Verdict, first_no
 
 # struct SkinnySm90Params of skinny_sm90.cuh.
 PARAMS = ParamStruct((
-    *((name, "ptr") for name in POINTERS), ("c_batch", "i64"), ("c_row", "i64"), ("out_batch", "i64"), ("out_row", "i64"),
-    ("scale_a_batch", "i64"), ("scale_b_batch", "i64"),
-    ("m", "i32"), ("n", "i32"), ("k", "i32"), ("stages", "i32"), ("per_block", "i32"), ("batched_b", "i32"),
-    ("scale_a_row", "i32"), ("scale_b_column", "i32"), ("beta", "f32"),
+    *((name, "ptr") for name in POINTERS), *((name, "i64") for name in (
+        "c_batch", "c_row", "out_batch", "out_row", "bias_batch", "scale_a_batch", "scale_b_batch")),
+    *((name, "i32") for name in (
+        "m", "n", "k", "stages", "per_block", "batched_b", "scale_a_row", "scale_a_block", "scale_b_column", "scale_b_block")),
+    ("beta", "f32"),
 ), tensor_maps=("map_a", "map_b"))
 ENTRY = "gemm_skinny_sm90"
 MAX_ROWS = 128  # of a
-_MAX_SUMS = 128
+_MAX_SUMS = 192
 _RESERVED_SHARED_MEMORY = 1024  # per block, taken by the driver
 
 
@@ -79,6 +81,23 @@ class Config:
         return max(ring, sums) + -(-2 * self.stages * 8 // 128) * 128
 
 
+def _split(problem: GemmProblem, config: Config) -> tuple[int, int]:
+    """Stages that K takes, and how many of them a block of a cluster takes at most."""
+    stages = -(-problem.k // (depth(problem) * config.blocks_k))
+    return stages, -(-stages // config.split_k)
+
+
+def _staged_scales(problem: GemmProblem, config: Config) -> int:
+    """Bytes of a's scales of blocks in shared memory, where it has many rows: kStaged of skinny_scales_sm90.cuh."""
+    c = config
+    return _split(problem, c)[1] * c.blocks_k * c.tokens * 4 if problem.scales in BLOCK_RECIPES and c.tokens >= 32 else 0
+
+
+def _shared_memory(problem: GemmProblem, config: Config) -> int:
+    """Dynamic shared memory in bytes of a launch."""
+    return config.shared_memory + _staged_scales(problem, config)
+
+
 def supports(problem: GemmProblem, target: Target) -> Verdict:
     """Can this kernel run the problem on the target at all?"""
     p = problem
@@ -94,6 +113,8 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
     """Does the config fit the problem and the target?"""
     c = config
     sums = c.mma_m * c.tokens // 2 * (2 if promotes(problem) else 1)
+    sums += c.tokens // 4 if problem.scales in BLOCK_RECIPES else 0  # scales of a thread's rows of a
+    shared = _shared_memory(problem, c)
     return first_no(
         (problem.m <= c.tokens <= MAX_ROWS and c.tokens % 8 == 0, f"config {c}: {problem.m} rows of a do not fit {c.tokens}"),
         (c.mma_m in (1, 2) and c.blocks_k >= 1, f"config {c}: 1 or 2 parts of at least one box"),
@@ -104,8 +125,8 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
         (c.split_k in (1, 2, 4, 8), f"config {c}: clusters of 1, 2, 4 or 8"),
         (not splits(problem) or problem.b_order == "col" or c.mma_m == 2, f"config {c}: rows of gate and up are loaded by 64 columns"),
         (sums <= _MAX_SUMS, f"config {c} has {sums} accumulators per thread, expected at most {_MAX_SUMS}"),
-        (c.shared_memory <= target.shared_memory_per_block, f"config {c} needs {c.shared_memory} bytes of shared memory, {target} has "
-                                                            f"{target.shared_memory_per_block}"),
+        (shared <= target.shared_memory_per_block, f"config {c} needs {shared} bytes of shared memory, {target} has "
+                                                   f"{target.shared_memory_per_block}"),
     )
 
 
@@ -113,8 +134,9 @@ def _configs(problem: GemmProblem) -> Iterator[Config]:
     tokens = next((n for n in (8, 16, 32, 64, 128) if n >= problem.m), MAX_ROWS)
     for mma_m, split_k, blocks_k, groups in product((1, 2), (1, 2, 4, 8), (2, 1), (1, 2)):
         stage = blocks_k * (mma_m * MMA_ROWS + tokens) * ROW_BYTES
+        staged = _staged_scales(problem, Config(mma_m, tokens, 0, blocks_k, groups, split_k))
         for budget in (109 << 10, 220 << 10):  # two blocks per SM, or one
-            yield Config(mma_m, tokens, min(budget // stage, 12) // groups * groups, blocks_k, groups, split_k)
+            yield Config(mma_m, tokens, min((budget - staged) // stage, 12) // groups * groups, blocks_k, groups, split_k)
 
 
 @dataclass(frozen=True)
@@ -147,16 +169,16 @@ def _cost(problem: GemmProblem, target: Target, config: Config) -> float:
     """Estimated microseconds: waves of blocks, each at its own pace or at that of memory."""
     c, model, sms = config, _MODEL, target.sm_count or 132
     blocks = -(-problem.n // c.columns) * problem.batch * c.split_k
-    resident = max(1, (target.shared_memory_per_block + _RESERVED_SHARED_MEMORY) // (c.shared_memory + _RESERVED_SHARED_MEMORY))
+    shared = _shared_memory(problem, c)
+    resident = max(1, (target.shared_memory_per_block + _RESERVED_SHARED_MEMORY) // (shared + _RESERVED_SHARED_MEMORY))
     slots = sms * resident
     waves = -(-blocks // slots)
-    stages = -(-problem.k // (depth(problem) * c.blocks_k))
-    steps = -(-stages // c.split_k) * c.blocks_k
+    steps = _split(problem, c)[1] * c.blocks_k
     pace = 0.0
     if not promotes(problem):
         _, short, deep = next(row for row in model.pace if row[0] >= c.tokens)
         beside = -(-min(blocks, slots) // sms) if c.tokens >= 64 else 1
-        pace = (deep if c.shared_memory >= 160 << 10 else short) * beside
+        pace = (deep if shared >= 160 << 10 else short) * beside
     alone = steps * max(model.step + model.row * (c.columns + c.tokens), pace)
     memory = steps * c.columns * ROW_BYTES / model.bytes_per_us  # per block
     full, last = max(alone, memory * min(blocks, slots)), max(alone, memory * (blocks - (waves - 1) * slots))
@@ -186,14 +208,14 @@ def bind(problem: GemmProblem, config: Config, kernel: Any, tensors: GemmTensors
     """The closure of a repeated call: packs addresses, launches."""
     p, c, t = problem, config, tensors
     k, major_b = depth(p), p.b_order == "col"
-    stages = -(-p.k // (k * c.blocks_k))
+    stages, per_block = _split(p, c)
     box_b = (k, c.columns // 2 if splits(p) else c.columns) if major_b else (MMA_ROWS, k)
     maps = [tensor_map("map_a", "a", t.a, (k, c.tokens)), tensor_map("map_b", "b", t.b.mT if major_b else t.b, box_b)]
     tiles = -(-p.n // c.columns)
     launch = kernel.prepare(
         t.a.device.index or 0, grid=(tiles * c.split_k, p.batch, 1), block=(128 * c.groups + 32, 1, 1), cluster=(c.split_k, 1, 1),
-        programmatic=True, shared_memory=c.shared_memory, tensor_maps=maps)
-    tail = PARAMS.pack_scalars(scalars(p, t) | {"stages": stages, "per_block": -(-stages // c.split_k)})
+        programmatic=True, shared_memory=_shared_memory(p, c), tensor_maps=maps)
+    tail = PARAMS.pack_scalars(scalars(p, t) | {"stages": stages, "per_block": per_block})
     blank, pack, pointers = bytes(128 * len(PARAMS.tensor_maps)), PARAMS.pointer_packer.pack, addresses(p)
 
     def run(t: GemmTensors) -> None:
@@ -214,6 +236,8 @@ def coverage() -> Iterable[tuple[GemmProblem, Config | None]]:
     fp8 = replace(base, a_dtype="e4m3", b_dtype="e4m3", scales="row")
     yield fp8, Config(1, 16, 6, 2, 2, 2)
     yield replace(fp8, accumulate="fast", scales="tensor"), Config(2, 64, 4, 1, 2, 1)
+    yield replace(fp8, scales="block_128x128", activation="swiglu"), Config(1, 16, 6, 2, 2, 2)
+    yield replace(fp8, scales="block_1x128", m=64), Config(2, 64, 4, 1, 1, 4)
 
 
 FAMILY = KernelFamily(

@@ -11,12 +11,12 @@ from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.gemm.gemm_mma import ACTIVATION_NAMES, gate_name
 from kernelgen.problems.gemm import ACTIVATIONS, GemmProblem
 from kernelgen.targets import Target
-from kernelgen.tensors import GemmTensors
 from kernelgen.verdicts import Verdict, first_no
 
 ROW_BYTES = 128  # of a tile in shared memory: kSwizzleRowBytes of smem_tile.cuh
 MMA_ROWS = 64
 POINTERS = ("a", "b", "out", "bias", "c", "scale_a", "scale_b")
+BLOCK_RECIPES = {"block_128x128": 128, "block_1x128": 1}  # columns of b that share a scale
 
 _HALVES, _FP8 = ("bf16", "fp16"), ("e4m3", "e5m2")
 _OUTPUTS = ("bf16", "fp16", "fp32")
@@ -29,8 +29,8 @@ def splits(problem: GemmProblem) -> bool:
 
 
 def promotes(problem: GemmProblem) -> bool:
-    """fp8 sums are added to float32 totals every 128 of K."""
-    return problem.a_dtype in _FP8 and problem.accumulate == "float32"
+    """fp8 sums are added to float32 totals every 128 of K, where scales of blocks change too."""
+    return problem.a_dtype in _FP8 and (problem.accumulate == "float32" or problem.scales in BLOCK_RECIPES)
 
 
 def depth(problem: GemmProblem) -> int:
@@ -51,10 +51,13 @@ def supports_common(problem: GemmProblem, target: Target, name: str) -> Verdict:
         (p.bias_dtype in (None, *_OUTPUTS), f"bias dtype {p.bias_dtype} is not one of {', '.join(_OUTPUTS)}"),
         (p.c_dtype in (None, *_OUTPUTS), f"c dtype {p.c_dtype} is not one of {', '.join(_OUTPUTS)}"),
         (p.activation is None or p.activation in ACTIVATIONS, f"activation {p.activation} is not in {name}"),
-        (p.scales in (None, "tensor", "row") and p.out_scale is None, f"scales={p.scales}, out_scale={p.out_scale} are not in {name}"),
+        (p.scales in (None, "tensor", "row", *BLOCK_RECIPES) and p.out_scale is None,
+         f"scales={p.scales}, out_scale={p.out_scale} are not in {name}"),
         (p.weight_format is None, f"packed {p.weight_format} weights are not in {name}"),
         (max(p.m, p.n, p.k) <= _MAX_EXTENT, f"an extent of {max(p.m, p.n, p.k)} exceeds {_MAX_EXTENT}"),
         (min(p.m, p.n, p.k, p.batch) > 0, "an extent is 0: there is nothing for TMA to load"),
+        (not splits(p) or p.b_order == "col" or p.n // 2 * DTYPES[p.b_dtype].bytes % 16 == 0,
+         f"the second half of b's columns begins at {p.n // 2}, TMA needs a multiple of 16 bytes"),
         (p.alignment == 16, f"rows are aligned to {p.alignment} bytes, TMA needs 16"),
     )
 
@@ -65,8 +68,9 @@ def options(problem: GemmProblem, columns: int, **config: Any) -> dict[str, Any]
     return dict(
         element=p.a_dtype, out=DTYPES[p.out_dtype].cuda, bias_type=DTYPES[p.bias_dtype or p.out_dtype].cuda,
         c_type=DTYPES[p.c_dtype or p.out_dtype].cuda, activation=ACTIVATION_NAMES[p.activation], gate=gate_name(p),
-        row_a=p.a_order == "row", row_b=p.b_order == "row", bias=p.bias, accumulate=p.accumulate_c, scales=p.scales is not None,
-        promote=promotes(p), mma_columns=str(columns),
+        row_a=p.a_order == "row", row_b=p.b_order == "row", bias=p.bias, accumulate=p.accumulate_c, scales=p.scales in ("tensor", "row"),
+        block_scales=p.scales in BLOCK_RECIPES, scale_columns=BLOCK_RECIPES.get(p.scales or "", 1), promote=promotes(p),
+        mma_columns=str(columns),
     ) | config
 
 
@@ -78,39 +82,35 @@ def words(problem: GemmProblem) -> list[str]:
     parts += [p.activation] if p.activation else []
     parts += [p.gate_up] if p.gated else []
     parts += [f"c_{p.c_dtype or p.out_dtype}"] if p.accumulate_c else []
-    return parts + (["scales"] if p.scales else []) + (["promote"] if promotes(p) else [])
+    parts += [p.scales] if p.scales in BLOCK_RECIPES else ["scales"] if p.scales else []
+    return parts + (["promote"] if promotes(p) else [])
 
 
-def scalars(problem: GemmProblem, t: GemmTensors) -> dict[str, int | float]:
-    """Everything of Params that both kernels take from shapes and strides."""
+def scalars(problem: GemmProblem, t: Any) -> dict[str, int | float]:
+    """Everything of Params that the kernels take from shapes and strides."""
     p = problem
-    (a_batch, a_row), (b_batch, b_column) = _steps(t.scale_a, 1), _steps(t.scale_b, 2)
     return {
-        "c_batch": t.c.stride(0) if t.c is not None else 0, "c_row": t.c.stride(1) if t.c is not None else 0,
-        "out_batch": t.out.stride(0), "out_row": t.out.stride(1), "m": p.m, "n": p.n, "k": p.k, "batched_b": int(p.batched_b),
-        "scale_a_batch": a_batch, "scale_a_row": a_row, "scale_b_batch": b_batch, "scale_b_column": b_column, "beta": t.beta,
+        "c_batch": _stride(t.c, 0), "c_row": t.c.stride(1) if t.c is not None else 0, "out_batch": t.out.stride(0),
+        "out_row": t.out.stride(1), "bias_batch": _stride(t.bias, 0) if t.bias is not None and t.bias.dim() == 2 else 0,
+        "m": p.m, "n": p.n, "k": p.k, "batched_b": int(t.b.shape[0] > 1), "beta": t.beta,
+        "scale_a_batch": _stride(t.scale_a, 0), "scale_a_row": _stride(t.scale_a, 1), "scale_a_block": _stride(t.scale_a, 2),
+        "scale_b_batch": _stride(t.scale_b, 0), "scale_b_block": _stride(t.scale_b, 1), "scale_b_column": _stride(t.scale_b, 2),
     }
 
 
-def _steps(scales: torch.Tensor | None, dim: int) -> tuple[int, int]:
-    """Strides of the batch and of ``dim``, 0 where there is one entry."""
-    if scales is None:
-        return (0, 0)
-    batch, other = (scales.stride(i) if scales.shape[i] > 1 else 0 for i in (0, dim))
-    return (batch, other)
+def _stride(t: torch.Tensor | None, dim: int) -> int:
+    """0 where there is one entry."""
+    return 0 if t is None or t.shape[dim] == 1 else t.stride(dim)
 
 
-def addresses(problem: GemmProblem) -> Callable[[GemmTensors], tuple[int, ...]]:
+def addresses(problem: GemmProblem) -> Callable[[Any], tuple[int, ...]]:
     """The pointers of Params, in order, of the tensors of a call."""
     with_bias, with_c, scaled = problem.bias, problem.accumulate_c, problem.scales is not None
 
-    def of(t: GemmTensors) -> tuple[int, ...]:
+    def of(t: Any) -> tuple[int, ...]:
         return (
-            t.a.data_ptr(), t.b.data_ptr(), t.out.data_ptr(),
-            t.bias.data_ptr() if with_bias else 0,  # type: ignore[union-attr]
-            t.c.data_ptr() if with_c else 0,  # type: ignore[union-attr]
-            t.scale_a.data_ptr() if scaled else 0,  # type: ignore[union-attr]
-            t.scale_b.data_ptr() if scaled else 0,  # type: ignore[union-attr]
+            t.a.data_ptr(), t.b.data_ptr(), t.out.data_ptr(), t.bias.data_ptr() if with_bias else 0,
+            t.c.data_ptr() if with_c else 0, t.scale_a.data_ptr() if scaled else 0, t.scale_b.data_ptr() if scaled else 0,
         )
 
     return of

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from kernelgen.kernels.gemm import dense_sm90, skinny_sm90
-from kernelgen.problems.gemm import GemmProblem
+from kernelgen.kernels.gemm import dense_sm90, grouped_sm90, skinny_sm90
+from kernelgen.problems.gemm import GemmProblem, GroupedGemmProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
 from kernelgen.testing.resources import assert_within_table, compiled, covered, measured
@@ -24,6 +24,7 @@ H200 = replace(Target.parse("sm_90a"), sm_count=132)
 BASE = GemmProblem(1, 4096, 4096, 4096, "bf16", "bf16", "bf16", b_order="col")
 FP8 = replace(BASE, a_dtype="e4m3", b_dtype="e4m3", scales="row")
 FAMILIES = (dense_sm90.FAMILY, skinny_sm90.FAMILY)
+GROUPED = grouped_sm90.FAMILY
 
 
 def tuned_specs() -> list[KernelSpec]:
@@ -38,7 +39,7 @@ def tuned_specs() -> list[KernelSpec]:
 
 
 def test_coverage_compiles() -> None:
-    for name, report in compiled([spec for family in FAMILIES for spec in covered(family, H200)]).items():
+    for name, report in compiled([spec for family in (*FAMILIES, GROUPED) for spec in covered(family, H200)]).items():
         assert report["registers"] <= 255, (name, report)
 
 
@@ -57,6 +58,19 @@ def test_every_problem_has_a_config() -> None:
                             assert list(family.candidates(problem, H200)), (family.name, problem)
 
 
+def test_boxes_begin_at_multiples_of_16_bytes() -> None:
+    """A copy whose innermost coordinate is anything else ends the kernel: such problems are left to gemm_mma."""
+    gated = replace(BASE, b_order="row", activation="swiglu")
+    for n, fine in ((136, False), (144, True)):
+        for family in FAMILIES:
+            problem = replace(gated, m=16, n=n)
+            assert bool(family.supports(problem, H200)) is fine, (family.name, n)
+            assert family.supports(replace(problem, activation="silu"), H200) and family.supports(replace(problem, b_order="col"), H200)
+    rows = GroupedGemmProblem(4, 100, 64, 64, "bf16", "bf16", "bf16", a_order="col", batched_b=True)
+    assert "may begin at any row" in GROUPED.supports(rows, H200).reason
+    assert GROUPED.supports(replace(rows, grouping="masked"), H200) and GROUPED.supports(replace(rows, a_order="row"), H200)
+
+
 def test_one_spec_for_all_extents() -> None:
     """What varies from call to call must not compile anew."""
     for family, config in ((dense_sm90.FAMILY, dense_sm90.Config(1, 2, 128, 4)), (skinny_sm90.FAMILY, skinny_sm90.Config(1, 16, 4))):
@@ -67,7 +81,7 @@ def test_one_spec_for_all_extents() -> None:
 
 @pytest.mark.parametrize("change, words", [
     ({"a_dtype": "fp32", "b_dtype": "fp32"}, "fp32"), ({"alignment": 8}, "8 bytes"), ({"out_dtype": "e4m3"}, "e4m3"),
-    ({"scales": "block_128x128"}, "block_128x128"), ({"a_dtype": "e4m3", "b_dtype": "e4m3", "b_order": "row"}, "K contiguous"),
+    ({"out_scale": "row"}, "out_scale=row"), ({"a_dtype": "e4m3", "b_dtype": "e4m3", "b_order": "row"}, "K contiguous"),
     ({"k": 0}, "extent is 0"), ({"weight_format": "int4"}, "int4"),
 ])
 def test_refusals_name_the_value(change: dict[str, Any], words: str) -> None:

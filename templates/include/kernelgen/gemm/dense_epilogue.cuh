@@ -2,8 +2,8 @@
 //
 // Everything happens in the registers that hold the sums: a thread has two rows and, of every eight columns, two neighbours. The
 // result goes through shared memory, 128 bytes of a row at a time (a slab of 64 rows, swizzled like the operands), so that the copy
-// engine writes whole lines and clips what lies past the end; kSlabs slabs take turns. Where out's rows are not aligned to 16 bytes
-// each thread stores its own values.
+// engine writes whole lines and clips what lies past the end; kSlabs slabs take turns. Rows that end inside the slab because
+// another group's begin there are written by the threads themselves, as are tiles that do not fall into slabs.
 //
 // A gated activation makes two columns of the product one output. Where gate and up are halves of b, the tile holds kOutputs columns
 // of one half and then the same of the other, which one thread holds at the same place; where they alternate they are neighbours in
@@ -13,9 +13,10 @@
 #include <kernelgen/activation/activations.cuh>
 #include <kernelgen/cuda/conversions.cuh>
 #include <kernelgen/cuda/ldmatrix.cuh>
+#include <kernelgen/cuda/memory.cuh>
 #include <kernelgen/cuda/warp.cuh>
-#include <kernelgen/gemm/dense_params.cuh>
 #include <kernelgen/gemm/gate.cuh>
+#include <kernelgen/gemm/tiles_sm90.cuh>
 #include <kernelgen/sm90/barrier.cuh>
 #include <kernelgen/sm90/smem_tile.cuh>
 #include <kernelgen/sm90/stmatrix.cuh>
@@ -29,6 +30,7 @@ struct DenseEpilogue {
   static constexpr Gate kGate = Options::kGate;
   static constexpr bool kGated = kGate != Gate::kNone;
   static constexpr bool kSplit = kGate == Gate::kGateFirst || kGate == Gate::kUpFirst;
+  static constexpr bool kRowGroups = Options::kGrouping == Grouping::kRows || Options::kGrouping == Grouping::kMasked;
   static constexpr int kOutputs = kGated ? Options::kBlockN / 2 : Options::kBlockN;
   static constexpr int kSums = Options::kBlockN / 2;  // of a thread, for 64 rows
   static constexpr int kSlabColumns = kSwizzleRowBytes / static_cast<int>(sizeof(Out));
@@ -50,24 +52,27 @@ struct DenseEpilogue {
     }
   }
 
-  // What the two rows and the columns of a thread are multiplied by.
-  struct RowScales {
+  // What the two rows and the columns of a thread are multiplied by, and what is added.
+  struct Extras {
     float top, bottom;
     const float* columns;
+    const typename Options::Bias* bias;
   };
 
-  __device__ static RowScales row_scales(const DenseSm90Params& p, int row, int batch) {
+  __device__ static Extras extras_of(const DenseSm90Params& p, int row, const OutputTile& tile) {
+    Extras extras{1.0f, 1.0f, nullptr, nullptr};
     if constexpr (Options::kScales) {
-      const float* scales = p.scale_a + batch * p.scale_a_batch;
-      const auto at = [&](int r) { return scales[static_cast<int64_t>(min(r, p.m - 1)) * p.scale_a_row]; };
-      return {at(row), at(row + 8), p.scale_b + batch * p.scale_b_batch};
-    } else {
-      return {1.0f, 1.0f, nullptr};
+      const float* scales = p.scale_a + tile.batch_a * p.scale_a_batch;
+      extras.top = scales[static_cast<int64_t>(min(row, p.m - 1)) * p.scale_a_row];
+      extras.bottom = scales[static_cast<int64_t>(min(row + 8, p.m - 1)) * p.scale_a_row];
+      extras.columns = p.scale_b + tile.batch_b * p.scale_b_batch;
     }
+    if constexpr (Options::kBias) extras.bias = static_cast<const typename Options::Bias*>(p.bias) + tile.batch_bias * p.bias_batch;
+    return extras;
   }
 
   // Scaled sums with bias of product columns `column`, + 1 and two rows, from d[0 .. 3].
-  __device__ static void product(float (&x)[4], const float* d, const DenseSm90Params& p, const RowScales& rows, int column) {
+  __device__ static void product(float (&x)[4], const float* d, const DenseSm90Params& p, const Extras& extras, int column) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[i] = d[i];
     if constexpr (Options::kScales || Options::kBias) {
@@ -75,12 +80,12 @@ struct DenseEpilogue {
       for (int i = 0; i < 2; ++i) {
         const int j = min(column + i, p.n - 1);
         if constexpr (Options::kScales) {
-          const float scale = rows.columns[static_cast<int64_t>(j) * p.scale_b_column];
-          x[i] *= rows.top * scale;
-          x[i + 2] *= rows.bottom * scale;
+          const float scale = extras.columns[static_cast<int64_t>(j) * p.scale_b_column];
+          x[i] *= extras.top * scale;
+          x[i + 2] *= extras.bottom * scale;
         }
         if constexpr (Options::kBias) {
-          const float bias = to_float(static_cast<const typename Options::Bias*>(p.bias)[j]);
+          const float bias = to_float(extras.bias[j]);
           x[i] += bias;
           x[i + 2] += bias;
         }
@@ -89,21 +94,21 @@ struct DenseEpilogue {
   }
 
   // Of the eight outputs from `column` on, those of this thread: y[0], y[1] of its upper row, y[2], y[3] of the lower one.
-  __device__ static void outputs(float (&y)[4], const float (&sums)[kSums], const DenseSm90Params& p, const RowScales& rows, int tile,
+  __device__ static void outputs(float (&y)[4], const float (&sums)[kSums], const DenseSm90Params& p, const Extras& extras, int tile,
                                  int first_output) {
     const int pair = lane_id() % 4, column = first_output + 8 * tile + 2 * pair;
     if constexpr (kSplit) {
       const int up_first = kGate == Gate::kUpFirst, half = p.n / 2;
       float gate[4], up[4];
-      product(gate, sums + 4 * tile, p, rows, column + (up_first ? half : 0));
-      product(up, sums + 4 * tile + kSums / 2, p, rows, column + (up_first ? 0 : half));
+      product(gate, sums + 4 * tile, p, extras, column + (up_first ? half : 0));
+      product(up, sums + 4 * tile + kSums / 2, p, extras, column + (up_first ? 0 : half));
 #pragma unroll
       for (int i = 0; i < 4; ++i) y[i] = activate<Options::kActivation>(gate[i]) * up[i];
     } else if constexpr (kGated) {
       // Product tiles 2 tile and 2 tile + 1 give this lane outputs `pair` and 4 + `pair` of the eight.
       float low[4], high[4], z[2][2];
-      product(low, sums + 8 * tile, p, rows, 2 * (first_output + 8 * tile) + 2 * pair);
-      product(high, sums + 8 * tile + 4, p, rows, 2 * (first_output + 8 * tile) + 8 + 2 * pair);
+      product(low, sums + 8 * tile, p, extras, 2 * (first_output + 8 * tile) + 2 * pair);
+      product(high, sums + 8 * tile + 4, p, extras, 2 * (first_output + 8 * tile) + 8 + 2 * pair);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         z[0][r] = activate<Options::kActivation>(low[2 * r]) * low[2 * r + 1];
@@ -117,31 +122,35 @@ struct DenseEpilogue {
         y[i] = pair < 2 ? from_low : from_high;
       }
     } else {
-      product(y, sums + 4 * tile, p, rows, column);
+      product(y, sums + 4 * tile, p, extras, column);
 #pragma unroll
       for (int i = 0; i < 4; ++i) y[i] = activate<Options::kActivation>(y[i]);
     }
   }
 
   // y += beta * c. A zero beta means that c is not read, as in BLAS: 0 * NaN would be NaN.
-  __device__ static void add_c(float (&y)[4], const DenseSm90Params& p, int row, int column, int batch) {
+  __device__ static void add_c(float (&y)[4], const DenseSm90Params& p, const OutputTile& tile, int row, int column) {
     if (p.beta == 0.0f) return;
     const int outputs = kGated ? p.n / 2 : p.n;
-    const auto* c = static_cast<const typename Options::C*>(p.c) + batch * p.c_batch;
+    const auto* c = static_cast<const typename Options::C*>(p.c) + tile.batch * p.c_batch;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int r = row + i / 2 * 8, j = column + i % 2;
-      if (r < p.m && j < outputs) y[i] = fmaf(p.beta, to_float(c[r * p.c_row + j]), y[i]);
+      if (r < tile.row_end && j < outputs) y[i] = fmaf(p.beta, to_float(c[r * p.c_row + j]), y[i]);
     }
   }
 
-  __device__ static void store_directly(const float (&y)[4], const DenseSm90Params& p, int row, int column, int batch) {
+  __device__ static Out* out_of(const DenseSm90Params& p, const OutputTile& tile) {
+    return static_cast<Out*>(const_cast<void*>(p.out)) + tile.batch * p.out_batch;
+  }
+
+  __device__ static void store_directly(const float (&y)[4], const DenseSm90Params& p, const OutputTile& tile, int row, int column) {
     const int outputs = kGated ? p.n / 2 : p.n;
-    Out* out = static_cast<Out*>(const_cast<void*>(p.out)) + batch * p.out_batch;
+    Out* out = out_of(p, tile);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int r = row + i / 2 * 8, j = column + i % 2;
-      if (r < p.m && j < outputs) out[r * p.out_row + j] = from_float<Out>(y[i]);
+      if (r < tile.row_end && j < outputs) out[r * p.out_row + j] = from_float<Out>(y[i]);
     }
   }
 
@@ -174,11 +183,36 @@ struct DenseEpilogue {
     }
   }
 
+  // The rows of a slab that are the tile's: kColumns outputs from `column` on.
+  template <bool kRest, int kColumns>
+  __device__ static void store_slab_rows(uint32_t address, const DenseSm90Params& p, const OutputTile& tile, int first_row, int column) {
+    constexpr int kPerChunk = 16 / static_cast<int>(sizeof(Out)), kChunks = kColumns / kPerChunk;
+    const int outputs = kGated ? p.n / 2 : p.n, rows = min(kMmaRows, tile.row_end - first_row);
+    Out* out = out_of(p, tile) + first_row * p.out_row + column;
+    for (int i = threadIdx.x % kWarpgroupThreads; i < rows * kChunks; i += kWarpgroupThreads) {
+      const int row = i / kChunks, chunk = i % kChunks, count = outputs - column - chunk * kPerChunk;
+      alignas(16) Out values[kPerChunk];
+      uint32_t words[4];
+      load_chunk(words, address + slab_chunk<kRest>(row, chunk));
+      Out* target = out + row * p.out_row + chunk * kPerChunk;
+      if (count >= kPerChunk) {
+        *reinterpret_cast<uint4*>(target) = make_uint4(words[0], words[1], words[2], words[3]);
+      } else {
+        *reinterpret_cast<uint4*>(values) = make_uint4(words[0], words[1], words[2], words[3]);
+#pragma unroll
+        for (int j = 0; j < kPerChunk; ++j) {
+          if (j < count) target[j] = values[j];
+        }
+      }
+    }
+  }
+
   // 64 rows from `first_row` on, all outputs of the tile. By all threads of the warpgroup.
-  __device__ void run_rows(const DenseSm90Params& p, const float (&sums)[kSums], int first_row, int first_output, int batch) {
+  __device__ void run_rows(const DenseSm90Params& p, const OutputTile& tile, const float (&sums)[kSums], int first_row) {
     const bool leader = threadIdx.x % kWarpgroupThreads == 0;
-    const int row = first_row + threadIdx.x / 32 % 4 * 16 + lane_id() / 4;
-    const RowScales rows = row_scales(p, row, batch);
+    const bool others_follow = kRowGroups && first_row + kMmaRows > tile.row_end;
+    const int row = first_row + threadIdx.x / 32 % 4 * 16 + lane_id() / 4, first_output = tile.n;
+    const Extras extras = extras_of(p, row, tile);
 #pragma unroll
     for (int column = 0; column < kOutputs; column += kSlabColumns) {
       const uint32_t address = slabs + slab * kSlabBytes;
@@ -192,11 +226,11 @@ struct DenseEpilogue {
 #pragma unroll
         for (int t = 0; t < 2; ++t) {
           if (column + in_slab + 8 * t >= kOutputs) continue;
-          const int tile = (column + in_slab) / 8 + t;
-          outputs(y[t], sums, p, rows, tile, first_output);
-          const int at = first_output + 8 * tile + lane_id() % 4 * 2;
-          if constexpr (Options::kAccumulate) add_c(y[t], p, row, at, batch);
-          if constexpr (!Options::kTmaOut) store_directly(y[t], p, row, at, batch);
+          const int eight = (column + in_slab) / 8 + t;
+          outputs(y[t], sums, p, extras, eight, first_output);
+          const int at = first_output + 8 * eight + lane_id() % 4 * 2;
+          if constexpr (Options::kAccumulate) add_c(y[t], p, tile, row, at);
+          if constexpr (!Options::kTmaOut) store_directly(y[t], p, tile, row, at);
         }
         if constexpr (Options::kTmaOut) {
           if (column + kSlabColumns <= kOutputs) {
@@ -209,11 +243,17 @@ struct DenseEpilogue {
       if constexpr (Options::kTmaOut) {
         tma_store_fence();
         named_barrier_sync(1 + group, kWarpgroupThreads);
-        if (leader) {
+        if (others_follow) {
+          if (column + kSlabColumns <= kOutputs) {
+            store_slab_rows<false, kSlabColumns>(address, p, tile, first_row, first_output + column);
+          } else if constexpr (kOutputs % kSlabColumns != 0) {
+            store_slab_rows<true, kOutputs % kSlabColumns>(address, p, tile, first_row, first_output + column);
+          }
+        } else if (leader) {
           const TensorMap& map = column + kSlabColumns <= kOutputs ? p.map_out : p.map_rest;
-          tma_store(map, address, first_output + column, first_row, batch);
-          tma_store_commit();
+          tma_store(map, address, first_output + column, first_row, tile.batch);
         }
+        if (leader) tma_store_commit();  // without a store too: the waits count slabs
         slab = slab + 1 == Options::kSlabs ? 0 : slab + 1;
       }
     }
@@ -225,10 +265,10 @@ struct DenseEpilogue {
   }
 
   template <int MmaM>
-  __device__ void run(const DenseSm90Params& p, const float (&sums)[MmaM][kSums], int first_row, int first_output, int batch) {
+  __device__ void run(const DenseSm90Params& p, const OutputTile& tile, const float (&sums)[MmaM][kSums], int first_row) {
 #pragma unroll
     for (int m = 0; m < MmaM; ++m) {
-      if (first_row + m * kMmaRows < p.m) run_rows(p, sums[m], first_row + m * kMmaRows, first_output, batch);
+      if (first_row + m * kMmaRows < tile.row_end) run_rows(p, tile, sums[m], first_row + m * kMmaRows);
     }
   }
 };

@@ -14,22 +14,27 @@
 // loads its share and multicasts it to the others. Tiles past the end are computed from zeros and not stored.
 //
 // Sums of fp8 products have some 14 bits in the tensor core. With kPromote every 128 of K are added up from zero and then
-// added to float32 totals, so that the error does not grow with K.
+// added to float32 totals, so that the error does not grow with K; with kBlockScales times the scales of their blocks.
+//
+// gemm/grouped_sm90 is the same kernel with other tiles (tiles_sm90.cuh). Of a only the boxes with rows of the group are loaded; what
+// lies in the rest of the stage is multiplied, and not stored. A group of k may begin and end inside a stage: there the consumers
+// clear what is not its own, in a and in b, as 0 * NaN would be NaN.
 #pragma once
 
+#include <kernelgen/gemm/block_scales_sm90.cuh>
 #include <kernelgen/gemm/dense_epilogue.cuh>
 #include <kernelgen/gemm/dense_params.cuh>
 #include <kernelgen/sm90/control.cuh>
 #include <kernelgen/sm90/pipeline.cuh>
 #include <kernelgen/sm90/smem_tile.cuh>
-#include <kernelgen/sm90/tile_walk.cuh>
+#include <kernelgen/gemm/tiles_sm90.cuh>
 #include <kernelgen/sm90/wgmma.cuh>
 
 namespace kernelgen {
 
 // `Options` is the rendered file's struct of compile-time constants: Element (of a, b), Out, Bias, C; kMmaM, kConsumers, kBlockN,
 // kStages, kSlabs, kClusterM, kClusterN, kBandRows, kPingpong; kRowA, kRowB (row order); kTmaOut (out goes through shared memory); kBias, kActivation,
-// kGate, kAccumulate, kScales, kPromote
+// kGate, kAccumulate, kScales, kPromote, kBlockScales, kScaleColumns (of b, that share a scale of blocks), kGrouping
 template <class Options>
 struct DenseSm90 : Options {
   using T = typename Options::Element;
@@ -46,15 +51,23 @@ struct DenseSm90 : Options {
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroupThreads;
   static constexpr int kRows = kMmaM * kMmaRows;  // of one consumer
   static constexpr int kBlockM = (kPingpong ? 1 : kConsumers) * kRows;
-  static constexpr int kTurn = 1 + kConsumers;  // named barriers of the turns, behind those of the epilogues
+  // Named barriers: those of the epilogues, of the turns, of all consumers.
+  static constexpr int kTurn = 1 + kConsumers, kAllConsumers = kTurn + 2;
   static_assert(!kPingpong || kConsumers == 2, "two take turns");
+  static constexpr Grouping kGrouping = Options::kGrouping;
+  static constexpr bool kRowGroups = Epilogue::kRowGroups;
+  static constexpr int kOutputs = Epilogue::kOutputs;
+  using Tiles = typename tiles_of_grouping<DenseSm90<Options>, kGrouping, kRowGroups>::type;
   static constexpr int kDepth = kSwizzleRowBytes / static_cast<int>(sizeof(T));
+  static constexpr int kAlignedElements = 16 / static_cast<int>(sizeof(T));  // of a copy's first coordinate
   static constexpr bool kMajorKA = Options::kRowA, kMajorKB = !Options::kRowB;
   using TileA = SmemTile<T, kBlockM, kDepth, kMajorKA>;
   using TileB = SmemTile<T, kBlockN, kDepth, kMajorKB>;
   using Product = Wgmma<T, kBlockN>;
 
   static constexpr int kBlocks = kClusterM * kClusterN;
+  static_assert(!kRowGroups || kBlocks == 1, "neighbouring tiles of groups share nothing");
+  static_assert(kGrouping != Grouping::kDepth || !kPingpong, "each consumer skips as many stages as the other takes");
   using Ring = Pipeline<kStages, kPingpong ? 4 : 4 * kConsumers, kBlocks>;
 
   // Registers: 65,536 / 128 = 512 for the warpgroups together; the producer's addresses need few.
@@ -66,8 +79,8 @@ struct DenseSm90 : Options {
   static constexpr int kBarriersAt = kStoreAt + kConsumers * Epilogue::kStoreBytes;
   static constexpr int kSharedBytes = kBarriersAt + round_up(Ring::kBytes, 128);
 
-  // A box: what one TMA instruction brings of an operand.
-  static constexpr int kBoxA = kMajorKA ? kBlockM / kClusterN : TileA::kRowElements;
+  // A box: what one TMA instruction brings of an operand. Groups of few rows need few boxes of a.
+  static constexpr int kBoxA = !kMajorKA ? TileA::kRowElements : kRowGroups ? min_of(kBlockM, 32) : kBlockM / kClusterN;
   static constexpr int kBoxB = kMajorKB ? kBlockN / max_of(kClusterM, Epilogue::kSplit ? 2 : 1) : TileB::kRowElements;
   static_assert(kBoxA <= 256 && kBoxB <= 256, "a box has at most 256 rows");
 
@@ -77,15 +90,6 @@ struct DenseSm90 : Options {
     return mask;
   }
   __device__ static uint16_t blocks_along_m(int n) { return ((1 << kClusterM) - 1) << (n * kClusterM); }
-
-  struct Place {
-    int m, n, batch;  // first row, first output column
-  };
-
-  __device__ static Place place(const DenseSm90Params& p, const TileWalk<Options::kBandRows>& walk, int index, int rank_m, int rank_n) {
-    const TilePosition tile = walk.at(index);
-    return {(tile.m * kClusterM + rank_m) * kBlockM, (tile.n * kClusterN + rank_n) * Epilogue::kOutputs, tile.batch};
-  }
 
   template <int Blocks>
   __device__ static void load_box(uint32_t target, const TensorMap& map, uint32_t barrier, bool major_k, int k, int mn, int batch,
@@ -98,37 +102,59 @@ struct DenseSm90 : Options {
     }
   }
 
-  __device__ static void produce(const DenseSm90Params& p, const Ring& ring, uint32_t shared, int cluster, int clusters, int rank_m,
-                                 int rank_n) {
-    const TileWalk<Options::kBandRows> walk{p.tiles_m, p.tiles_n, p.tiles};
+  // By one warp, of which one lane starts the copies.
+  __device__ static void produce(const DenseSm90Params& p, const Ring& ring, uint32_t shared, Tiles tiles, int index, int step,
+                                 int rank_m, int rank_n) {
+    const bool leader = elect_one();
     const uint16_t sharing_a = blocks_along_n(rank_m), sharing_b = blocks_along_m(rank_n);
+    constexpr int kBoxesA = kBlockM / kBoxA / kClusterN, kBoxesB = kBlockN / kBoxB / kClusterM;
     typename Ring::Position at;
-    for (int index = cluster; index < p.tiles; index += clusters) {
-      const Place tile = place(p, walk, index, rank_m, rank_n);
-      for (int k = 0; k < p.k; k += kDepth) {
+    OutputTile tile;
+    for (; tiles.find(p, index, tile); index += step) {
+      if (!leader) continue;
+      const int boxes_a = kRowGroups ? min(kBoxesA, ceil_div(tile.row_end - tile.m, kBoxA)) : kBoxesA;
+      const int bytes = kRowGroups ? TileA::kBytes / kBoxesA * boxes_a + TileB::kBytes : kStageBytes;
+      for (int k = tile.k_first; k < tile.k_end; k += kDepth) {
         ring.wait_empty(at);
-        ring.expect(at, kStageBytes);
+        ring.expect(at, bytes);
         const uint32_t stage_a = shared + at.stage * kStageBytes, stage_b = stage_a + TileA::kBytes;
         // In both orders a row of the tile, or what is as much of a box, is 128 bytes.
 #pragma unroll
-        for (int i = 0; i < kBlockM / kBoxA / kClusterN; ++i) {
-          const int row = (rank_n * (kBlockM / kBoxA / kClusterN) + i) * kBoxA;
-          load_box<kClusterN>(stage_a + row * kSwizzleRowBytes, p.map_a,
-                              ring.full(at.stage), kMajorKA, k, tile.m + row, tile.batch, sharing_a);
+        for (int i = 0; i < kBoxesA; ++i) {
+          const int row = (rank_n * kBoxesA + i) * kBoxA;
+          if (kRowGroups && i >= boxes_a) break;
+          load_box<kClusterN>(stage_a + row * kSwizzleRowBytes, p.map_a, ring.full(at.stage), kMajorKA, k, tile.m + row, tile.batch_a,
+                              sharing_a);
         }
 #pragma unroll
-        for (int i = 0; i < kBlockN / kBoxB / kClusterM; ++i) {
-          const int row = (rank_m * (kBlockN / kBoxB / kClusterM) + i) * kBoxB;
-          load_box<kClusterM>(stage_b + row * kSwizzleRowBytes, p.map_b,
-                              ring.full(at.stage), kMajorKB, k, Epilogue::column_of_b(p, tile.n, row), p.batched_b ? tile.batch : 0,
-                              sharing_b);
+        for (int i = 0; i < kBoxesB; ++i) {
+          const int row = (rank_m * kBoxesB + i) * kBoxB;
+          load_box<kClusterM>(stage_b + row * kSwizzleRowBytes, p.map_b, ring.full(at.stage), kMajorKB, k,
+                              Epilogue::column_of_b(p, tile.n, row), tile.batch_b, sharing_b);
         }
         at.advance();
       }
     }
+    __syncwarp();  // what follows takes whole warps
   }
 
-  // The products of one stage for this warpgroup's rows; `keep` false begins from zero.
+  // Two consumers that add up after each step take turns in issuing products: those of one run while the other adds. Without it both
+  // wait for the same stage, their products interleave, and both add at the same time.
+  static constexpr bool kTurns = kPromote && kConsumers == 2 && !kPingpong;
+
+  __device__ static void take_turn(int group) {
+    if constexpr (kTurns) named_barrier_sync(kTurn + group, 2 * kWarpgroupThreads);
+  }
+  __device__ static void give_turn(int group) {
+    if constexpr (kTurns) named_barrier_arrive(kTurn + (group ^ 1), 2 * kWarpgroupThreads);
+  }
+
+  // The products of one stage for 64 of this warpgroup's rows; `keep` false begins from zero.
+  __device__ static void multiply_rows(float (&sums)[kBlockN / 2], uint32_t stage, int first_row, int step, bool keep) {
+    Product::template shared<!kMajorKA, !kMajorKB>(sums, TileA::descriptor(stage, first_row, step),
+                                                   TileB::descriptor(stage + TileA::kBytes, 0, step), keep || step > 0);
+  }
+
   __device__ static void multiply(float (&sums)[kMmaM][kBlockN / 2], uint32_t stage, int first_row, bool keep) {
 #pragma unroll
     for (int m = 0; m < kMmaM; ++m) hold(sums[m]);
@@ -136,12 +162,96 @@ struct DenseSm90 : Options {
 #pragma unroll
     for (int step = 0; step < TileA::kSteps; ++step) {
 #pragma unroll
-      for (int m = 0; m < kMmaM; ++m) {
-        Product::template shared<!kMajorKA, !kMajorKB>(sums[m], TileA::descriptor(stage, first_row + m * kMmaRows, step),
-                                                       TileB::descriptor(stage + TileA::kBytes, 0, step), keep || step > 0);
-      }
+      for (int m = 0; m < kMmaM; ++m) multiply_rows(sums[m], stage, first_row + m * kMmaRows, step, keep);
     }
     wgmma_commit();
+  }
+
+  // A group of k that begins or ends inside the stage which starts at `k`: nothing around it counts.
+  __device__ static void clear_others(const DenseSm90Params& p, const OutputTile& tile, uint32_t stage, int k) {
+    if constexpr (kGrouping == Grouping::kDepth) {
+      const int begin = max(0, tile.k_begin - k);
+      const int end = tile.k_end == p.k ? kDepth : min(kDepth, tile.k_end - k);  // the copy engine writes zeros beyond the matrix
+      if (begin == 0 && end == kDepth) return;
+      TileA::clear_outside(stage, begin, end, threadIdx.x, kConsumers * kWarpgroupThreads);
+      TileB::clear_outside(stage + TileA::kBytes, begin, end, threadIdx.x, kConsumers * kWarpgroupThreads);
+      tma_store_fence();
+      named_barrier_sync(kAllConsumers, kConsumers * kWarpgroupThreads);
+    }
+  }
+
+  using Sums = float[kMmaM][kBlockN / 2];
+
+  __device__ static void clear(Sums& sums) {
+#pragma unroll
+    for (int m = 0; m < kMmaM; ++m) {
+#pragma unroll
+      for (int i = 0; i < kBlockN / 2; ++i) sums[m][i] = 0.0f;
+    }
+  }
+
+  // All products of a tile, in the tensor core's own sums.
+  __device__ static void accumulate(Sums& sums, const DenseSm90Params& p, const Ring& ring, uint32_t shared, const OutputTile& tile,
+                                    typename Ring::Position& at, int first_row, int group) {
+    int unread = -1;  // the stage whose products may be in flight
+    for (int k = tile.k_first; k < tile.k_end; k += kDepth) {
+      const uint32_t stage = shared + at.stage * kStageBytes;
+      ring.wait_full(at);
+      clear_others(p, tile, stage, k);
+      multiply(sums, stage, first_row, unread >= 0);
+      if (unread >= 0) {
+        wgmma_wait<1>();
+        ring.release(unread);
+      }
+      unread = at.stage;
+      at.advance();
+    }
+    end_turn(at, group, ceil_div(tile.k_end - tile.k_first, kDepth));
+    if (kGrouping == Grouping::kDepth && unread < 0) {
+      clear(sums);
+      return;
+    }
+    wgmma_wait<0>();
+    ring.release(unread);
+#pragma unroll
+    for (int m = 0; m < kMmaM; ++m) hold(sums[m]);
+  }
+
+  // The same, every 128 of K promoted to float32 totals; 64 rows at a time, which share the registers of their sums.
+  __device__ static void accumulate_promoted(Sums& totals, const DenseSm90Params& p, const Ring& ring, uint32_t shared,
+                                             const OutputTile& tile, typename Ring::Position& at, int first_row, int group) {
+    using Scales = typename scales_of_blocks<Options, Epilogue, Options::kBlockScales>::type;
+    const Scales scales(p, tile, tile.m + first_row);
+    typename Scales::Step now, next;  // loaded a step ahead: from L2 it takes as long as the products of one
+    scales.load(now, p, 0);
+    clear(totals);
+    for (int k = tile.k_first; k < tile.k_end; k += kDepth) {
+      const uint32_t stage = shared + at.stage * kStageBytes;
+      ring.wait_full(at);
+      clear_others(p, tile, stage, k);
+#pragma unroll
+      for (int m = 0; m < kMmaM; ++m) {
+        float sums[kBlockN / 2];
+        take_turn(group);
+        hold(sums);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < TileA::kSteps; ++step) multiply_rows(sums, stage, first_row + m * kMmaRows, step, false);
+        wgmma_commit();
+        give_turn(group);
+        if (m == 0) {
+          scales.load_wide(now, p, k / kDepth);
+          if (k + kDepth < tile.k_end) scales.load(next, p, k / kDepth + 1);
+        }
+        wgmma_wait<0>();
+        if (m == kMmaM - 1) ring.release(at.stage);
+        hold(sums);
+        Scales::add(totals[m], sums, now, m);
+      }
+      now = next;
+      at.advance();
+    }
+    end_turn(at, group, ceil_div(tile.k_end - tile.k_first, kDepth));
   }
 
   // All products of a tile are issued: the other consumer may begin, and owns the next stages.
@@ -152,65 +262,54 @@ struct DenseSm90 : Options {
     }
   }
 
-  __device__ static void consume(const DenseSm90Params& p, const Ring& ring, uint32_t shared, int cluster, int clusters, int rank_m,
-                                 int rank_n, int group) {
-    const TileWalk<Options::kBandRows> walk{p.tiles_m, p.tiles_n, p.tiles};
-    const int steps = ceil_div(p.k, kDepth), first_row = kPingpong ? 0 : group * kRows;
-    typename Ring::Position at;
-    if (kPingpong && group == 1) {
-      at.skip(steps);
-      named_barrier_arrive(kTurn, 2 * kWarpgroupThreads);  // the first turn is the other's
-      cluster += clusters;
-    }
-    if (kPingpong) clusters *= 2;
-    Epilogue epilogue{shared + kStoreAt + group * Epilogue::kStoreBytes, group};
-    float sums[kMmaM][kBlockN / 2];
-    for (int index = cluster; index < p.tiles; index += clusters) {
-      const Place tile = place(p, walk, index, rank_m, rank_n);
-      if constexpr (kPingpong) named_barrier_sync(kTurn + group, 2 * kWarpgroupThreads);
-      if constexpr (kPromote) {
-        float totals[kMmaM][kBlockN / 2];
+  // A consumer none of whose rows are the tile's gives the stages back.
+  __device__ static void pass(const Ring& ring, const OutputTile& tile, typename Ring::Position& at, int group) {
+    for (int k = tile.k_first; k < tile.k_end; k += kDepth, at.advance()) {
+      ring.wait_full(at);
+      ring.release(at.stage);
 #pragma unroll
-        for (int m = 0; m < kMmaM; ++m) {
-#pragma unroll
-          for (int i = 0; i < kBlockN / 2; ++i) totals[m][i] = 0.0f;
-        }
-        for (int step = 0; step < steps; ++step) {
-          ring.wait_full(at);
-          multiply(sums, shared + at.stage * kStageBytes, first_row, false);
-          wgmma_wait<0>();
-          ring.release(at.stage);
-          at.advance();
-#pragma unroll
-          for (int m = 0; m < kMmaM; ++m) {
-            hold(sums[m]);
-#pragma unroll
-            for (int i = 0; i < kBlockN / 2; ++i) totals[m][i] += sums[m][i];
-          }
-        }
-        end_turn(at, group, steps);
-        epilogue.run(p, totals, tile.m + first_row, tile.n, tile.batch);
-      } else {
-        int unread = 0;  // the stage whose products may be in flight
-        for (int step = 0; step < steps; ++step) {
-          ring.wait_full(at);
-          multiply(sums, shared + at.stage * kStageBytes, first_row, step > 0);
-          if (step > 0) {
-            wgmma_wait<1>();
-            ring.release(unread);
-          }
-          unread = at.stage;
-          at.advance();
-        }
-        end_turn(at, group, steps);
-        wgmma_wait<0>();
-        ring.release(unread);
-#pragma unroll
-        for (int m = 0; m < kMmaM; ++m) hold(sums[m]);
-        epilogue.run(p, sums, tile.m + first_row, tile.n, tile.batch);
+      for (int m = 0; m < kMmaM; ++m) {
+        take_turn(group);
+        give_turn(group);
       }
     }
+  }
+
+  __device__ static void consume(const DenseSm90Params& p, const Ring& ring, uint32_t shared, Tiles tiles, int index, int step,
+                                 int group) {
+    const int first_row = kPingpong ? 0 : group * kRows;
+    typename Ring::Position at;
+    if ((kPingpong || kTurns) && group == 1) named_barrier_arrive(kTurn, 2 * kWarpgroupThreads);  // the first turn is the other's
+    if (kPingpong && group == 1) {
+      at.skip(ceil_div(p.k, kDepth));
+      index += step;
+    }
+    if (kPingpong) step *= 2;
+    Epilogue epilogue{shared + kStoreAt + group * Epilogue::kStoreBytes, group};
+    Sums sums;
+    OutputTile tile;
+    for (; tiles.find(p, index, tile); index += step) {
+      if constexpr (kPingpong) named_barrier_sync(kTurn + group, 2 * kWarpgroupThreads);
+      if (kRowGroups && tile.m + first_row >= tile.row_end) {
+        pass(ring, tile, at, group);
+        continue;
+      }
+      if constexpr (kPromote) {
+        accumulate_promoted(sums, p, ring, shared, tile, at, first_row, group);
+      } else {
+        accumulate(sums, p, ring, shared, tile, at, first_row, group);
+      }
+      epilogue.run(p, tile, sums, tile.m + first_row);
+    }
     epilogue.finish();
+  }
+
+  __device__ static Tiles first_tiles(int rank_m, int rank_n) {
+    if constexpr (kRowGroups) {
+      return {};
+    } else {
+      return {rank_m, rank_n};
+    }
   }
 
   __device__ static void run(const DenseSm90Params& p) {
@@ -236,12 +335,13 @@ struct DenseSm90 : Options {
     const int rank = kBlocks > 1 ? static_cast<int>(cluster_rank()) : 0;
     const int cluster = blockIdx.x / kBlocks, clusters = gridDim.x / kBlocks;
     const int rank_m = rank % kClusterM, rank_n = rank / kClusterM;
+    const Tiles tiles = first_tiles(rank_m, rank_n);
     if (group == kConsumers) {
       give_registers<kProducerRegisters>();
-      if (warp == 4 * kConsumers && elect_one()) produce(p, ring, shared, cluster, clusters, rank_m, rank_n);
+      if (warp == 4 * kConsumers) produce(p, ring, shared, tiles, cluster, clusters, rank_m, rank_n);
     } else {
       take_registers<kConsumerRegisters>();
-      consume(p, ring, shared, cluster, clusters, rank_m, rank_n, group);
+      consume(p, ring, shared, tiles, cluster, clusters, group);
     }
     // A block stays until no other can still write its shared memory or arrive at its barriers.
     if constexpr (kBlocks > 1) cluster_sync();

@@ -5,6 +5,7 @@
 #include <kernelgen/cuda/mma.cuh>
 #include <kernelgen/cuda/warp.cuh>
 #include <kernelgen/gemm/gate.cuh>
+#include <kernelgen/gemm/grouping.cuh>
 #include <kernelgen/gemm/mma_operand.cuh>
 #include <kernelgen/gemm/operand_tile.cuh>
 
@@ -35,8 +36,6 @@ struct GemmMmaParams {
   int32_t groups;
   float beta;
 };
-
-enum class Grouping { kNone, kRows, kMasked, kDepth };
 
 // What a block computes: rows from `row` to at most `row_end`, of which those of one tile, and output columns from `column`.
 struct MmaWork {

@@ -16,6 +16,7 @@
 #include <kernelgen/cuda/ldmatrix.cuh>
 #include <kernelgen/cuda/vector_io.cuh>
 #include <kernelgen/gemm/gate.cuh>
+#include <kernelgen/gemm/skinny_scales_sm90.cuh>
 #include <kernelgen/sm90/control.cuh>
 #include <kernelgen/sm90/pipeline.cuh>
 #include <kernelgen/sm90/smem_tile.cuh>
@@ -32,18 +33,19 @@ struct SkinnySm90Params {
   void* out;
   const void* bias;      // (n), null without
   const void* c;         // shape of out, null without
-  const float* scale_a;  // (m) or one
-  const float* scale_b;  // (n) or one
-  int64_t c_batch, c_row, out_batch, out_row, scale_a_batch, scale_b_batch;
+  const float* scale_a;  // (m) or one; blocks: (m, k / 128)
+  const float* scale_b;  // (n) or one; blocks: (k / 128, n or n / 128)
+  int64_t c_batch, c_row, out_batch, out_row, bias_batch, scale_a_batch, scale_b_batch;
   int32_t m, n, k;            // n of b: twice the outputs of a gated activation
   int32_t stages, per_block;  // stages that K takes, and how many of them a block of a cluster takes at most
   int32_t batched_b;          // 0: one b for all
-  int32_t scale_a_row, scale_b_column;  // strides: 0 for one scale
+  int32_t scale_a_row, scale_a_block, scale_b_column, scale_b_block;  // strides: 0 for one scale
   float beta;
 };
 
 // `Options` is the rendered file's struct of compile-time constants: Element (of a, b), Out, Bias, C; kMmaM, kTokens, kStages,
-// kBlocksK, kGroups, kSplitK; kRowB (row order of b); kBias, kActivation, kGate, kAccumulate, kScales, kPromote, kVectorOut
+// kBlocksK, kGroups, kSplitK; kRowB (row order of b); kBias, kActivation, kGate, kAccumulate, kScales, kPromote, kVectorOut;
+// kBlockScales, kScaleColumns (of b, that share a scale of blocks)
 template <class Options>
 struct SkinnySm90 : Options {
   using T = typename Options::Element;
@@ -78,7 +80,7 @@ struct SkinnySm90 : Options {
   static constexpr int kPitch = kRows + 4;  // of the sums, in floats: the lanes of a warp write to different banks
   static constexpr int kSumBytes = kTokens * kPitch * 4;
   static constexpr int kBarriersAt = max_of(kStages * kStageBytes, round_up(kGroups * kSumBytes, 128));
-  static constexpr int kSharedBytes = kBarriersAt + round_up(Ring::kBytes, 128);
+  static constexpr int kSharedBytes = kBarriersAt + round_up(Ring::kBytes, 128);  // staged scales of blocks lie behind
   static constexpr int kBoxB = kMajorK ? (kSplit ? kRows / 2 : kRows) : TileB::kRowElements;
 
   // Of column `row` of the block's tile, as a column of b.
@@ -132,8 +134,10 @@ struct SkinnySm90 : Options {
     for (int m = 0; m < kMmaM; ++m) hold(sums[m]);
   }
 
-  // The products of every kGroups-th of `steps` stages.
-  __device__ static void accumulate(Sums& totals, const Ring& ring, uint32_t shared, int group, int steps) {
+  // The products of every kGroups-th stage of [begin, end).
+  __device__ static void accumulate(Sums& totals, const SkinnySm90Params& p, const Ring& ring, uint32_t shared, int first_output,
+                                    int batch, int group, int begin, int end) {
+    const int steps = end - begin;
     typename Ring::Position at;
     at.skip(group);
 #pragma unroll
@@ -143,6 +147,14 @@ struct SkinnySm90 : Options {
     }
     if constexpr (kPromote) {
       // The tensor core adds fp8 products up with some 14 bits: 128 of K from zero, then to the float32 totals.
+      using Scales = SkinnyBlockScales<Options, SkinnySm90Params>;
+      const Scales scales(p, batch, shared + kSharedBytes, begin * kBlocksK, [&](int row) { return column_of_b(p, first_output, row); });
+      if constexpr (Scales::kStaged) {
+        scales.stage(p, end * kBlocksK, threadIdx.x, kConsumerThreads);
+        named_barrier_sync(1, kConsumerThreads);
+      }
+      typename Scales::Step now, next;
+      scales.load(now, p, (begin + group) * kBlocksK);
       Sums sums;
       for (int step = group; step < steps; step += kGroups) {
         ring.wait_full(at);
@@ -152,13 +164,12 @@ struct SkinnySm90 : Options {
           wgmma_fence();
           multiply(sums, shared + at.stage * kStageBytes, block, false);
           wgmma_commit();
+          scales.load_staged(now, (begin + step) * kBlocksK + block);
+          scales.load(next, p, block + 1 < kBlocksK ? (begin + step) * kBlocksK + block + 1 : (begin + step + kGroups) * kBlocksK);
           wgmma_wait<0>();
           hold_all(sums);
-#pragma unroll
-          for (int m = 0; m < kMmaM; ++m) {
-#pragma unroll
-            for (int i = 0; i < kTokens / 2; ++i) totals[m][i] += sums[m][i];
-          }
+          Scales::add(totals, sums, now);
+          now = next;
         }
         ring.release(at.stage);
         at.skip(kGroups);
@@ -220,7 +231,7 @@ struct SkinnySm90 : Options {
       for (int i = 0; i < 8; ++i) {
         const int j = min(column + i, p.n - 1);
         if constexpr (Options::kScales) x[i] *= scale_a * p.scale_b[batch * p.scale_b_batch + static_cast<int64_t>(j) * p.scale_b_column];
-        if constexpr (Options::kBias) x[i] += to_float(static_cast<const typename Options::Bias*>(p.bias)[j]);
+        if constexpr (Options::kBias) x[i] += to_float(static_cast<const typename Options::Bias*>(p.bias)[batch * p.bias_batch + j]);
       }
     }
   }
@@ -287,7 +298,7 @@ struct SkinnySm90 : Options {
       __syncwarp();
     } else {
       Sums sums;
-      accumulate(sums, ring, shared, warp / 4, end - begin);
+      accumulate(sums, p, ring, shared, first_output, batch, warp / 4, begin, end);
       named_barrier_sync(1, kConsumerThreads);  // all warps have read the last stages, which the sums overwrite
       leave_sums(sums, shared + warp / 4 * kSumBytes);
     }

@@ -2,7 +2,8 @@
 //
 // A tensor map (CUtensorMap) says how the tensor lies and how a box is swizzled; the launcher encodes it for each launch and it
 // lies in the parameters of the kernel. What a box covers beyond the tensor reads as zero and is not written.
-// Coordinates are (innermost, rows, batch) in elements.
+// Coordinates are (innermost, rows, batch) in elements; the innermost must be a multiple of 16 bytes, or the kernel ends with an
+// illegal instruction (H200, 2026-11-30).
 #pragma once
 
 #include <kernelgen/cuda/types.cuh>

@@ -1,0 +1,98 @@
+"""Host side of gemm/grouped_sm90: one product per group on Hopper, the groups' sizes on the device.
+
+The kernel is that of gemm/dense_sm90 with the tiles of templates/include/kernelgen/gemm/tiles_sm90.cuh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from kernelgen.kernels.base import KernelFamily
+from kernelgen.kernels.gemm import dense_sm90
+from kernelgen.kernels.gemm.dense_sm90 import Config, closure, spec_of
+from kernelgen.kernels.gemm.sm90 import BLOCK_RECIPES, supports_common
+from kernelgen.problems.gemm import GroupedGemmProblem
+from kernelgen.specs import KernelSpec
+from kernelgen.targets import Target
+from kernelgen.tensors import GroupedGemmTensors
+from kernelgen.verdicts import Verdict, first_no
+
+ENTRY = "grouped_gemm_sm90"
+GROUPINGS = {"rows": "kRows", "masked": "kMasked", "k": "kDepth"}
+_BOX_ROWS = 32  # of a, so that groups of few rows load few: kBoxA of dense_sm90.cuh
+
+
+def supports(problem: GroupedGemmProblem, target: Target) -> Verdict:
+    """Can this kernel run the problem on the target at all?"""
+    p = problem
+    return supports_common(p, target, "grouped_sm90") and first_no(
+        (p.grouping in GROUPINGS, f"grouping {p.grouping} is not one of {', '.join(GROUPINGS)}"),
+        (p.grouping != "rows" or p.a_order == "row", "a has M contiguous: a group may begin at any row, TMA needs a multiple of 16 bytes"),
+        (p.grouping != "k" or p.scales not in BLOCK_RECIPES, f"groups of k may begin within a block of scales={p.scales}"),
+    )
+
+
+def legal(problem: GroupedGemmProblem, target: Target, config: Config) -> Verdict:
+    """Does the config fit the problem and the target?"""
+    c = config
+    return dense_sm90.legal(problem, target, config) and first_no(
+        (c.blocks == 1, f"config {c}: neighbouring tiles of groups share nothing to multicast"),
+        (problem.grouping != "k" or not c.pingpong, f"config {c}: consumers that take turns need the same depth"),
+    )
+
+
+def _expected(p: GroupedGemmProblem) -> GroupedGemmProblem:
+    """The product of one group, as far as it can be known: equal groups, masks of which a quarter is in use."""
+    if p.grouping == "rows":
+        return replace(p, m=max(1, -(-p.m // p.batch)))
+    if p.grouping == "masked":
+        return replace(p, m=max(1, min(p.m, max(32, p.m // 4))))
+    return replace(p, k=max(1, -(-p.k // p.batch)))
+
+
+def candidates(problem: GroupedGemmProblem, target: Target) -> Iterator[Config]:
+    """Legal configs, best guess first."""
+    return (c for c in dense_sm90.candidates(_expected(problem), target) if legal(problem, target, c))
+
+
+def spec(problem: GroupedGemmProblem, target: Target, config: Config) -> KernelSpec:
+    """The specialisation: grouping, dtypes, orders, epilogue and config; no extents."""
+    return spec_of(problem, target, config, f"{ENTRY}_{problem.grouping}", GROUPINGS[problem.grouping])
+
+
+def bind(
+    problem: GroupedGemmProblem, config: Config, kernel: Any, tensors: GroupedGemmTensors,
+) -> Callable[[GroupedGemmTensors], None]:
+    """The closure of a repeated call: packs addresses, launches; never looks at the groups' sizes."""
+    p, c = problem, config
+    tiles_m, tiles_n = -(-p.m // c.block_m), -(-p.n // c.block_n)
+    if p.grouping == "rows":  # each group may begin a tile of its own
+        tiles = (p.m + min(p.batch, p.m) * (c.block_m - 1)) // c.block_m * tiles_n
+    else:
+        tiles = p.batch * tiles_m * tiles_n
+    box_a = c.block_m if p.grouping == "k" else min(c.block_m, _BOX_ROWS)
+    return closure(p, c, kernel, tensors, tiles_m, tiles_n, tiles, box_a)
+
+
+def coverage() -> Iterable[tuple[GroupedGemmProblem, Config | None]]:
+    """Problems that together reach every branch of the template."""
+    base = GroupedGemmProblem(64, 4096, 4096, 7168, "bf16", "bf16", "bf16", b_order="col", batched_b=True)
+    fp8 = replace(base, a_dtype="e4m3", b_dtype="e4m3", scales="block_128x128")
+    yield base, None
+    yield replace(base, grouping="masked", activation="swiglu", bias=True, bias_dtype="bf16"), Config(1, 2, 192, 4)
+    depth = replace(base, grouping="k", batched_b=False)
+    yield replace(depth, a_order="col", b_order="row", out_dtype="fp32", accumulate_c=True, c_dtype="fp32"), Config(1, 2, 128, 4)
+    yield replace(depth, a_dtype="fp16", b_dtype="fp16"), Config(1, 1, 64, 8)
+    yield replace(base, grouping="masked", a_order="col", b_order="row"), Config(2, 2, 128, 5, pingpong=True)
+    yield fp8, Config(1, 2, 192, 4)
+    yield replace(fp8, scales="block_1x128", grouping="masked"), Config(1, 2, 128, 6)
+    yield replace(fp8, scales="row"), Config(1, 1, 128, 8)
+    yield replace(fp8, scales="tensor", grouping="k", batched_b=False), Config(1, 2, 128, 6)
+
+
+FAMILY = KernelFamily(
+    name="gemm/grouped_sm90", op="grouped_gemm", target_kind="cuda", toolchain="nvrtc", supports=supports, candidates=candidates,
+    legal=legal, spec=spec, bind=bind, coverage=coverage, capabilities=(90,),
+)

@@ -1,0 +1,79 @@
+"""fp8 products with scales of blocks by gemm/dense_sm90 and gemm/skinny_sm90 on a Hopper GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kernelgen import build
+from kernelgen.kernels.gemm import dense_sm90, skinny_sm90
+from kernelgen.kernels.gemm.dense_sm90 import Config
+from kernelgen.kernels.gemm.skinny_sm90 import Config as Skinny
+from kernelgen.targets import target_of
+from kernelgen.testing.mma_products import Product, run_product
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
+
+RECIPES = ("block_128x128", "block_1x128")
+DENSE = (Config(1, 2, 128, 6), Config(1, 2, 192, 4), Config(2, 2, 128, 4), Config(1, 2, 160, 5), Config(1, 1, 64, 8),
+         Config(1, 2, 128, 6, 2, 1), Config(1, 2, 128, 6, 1, 2))
+SKINNY = (Skinny(1, 8, 4, 2, 2, 2), Skinny(1, 16, 6, 2, 1, 1), Skinny(2, 16, 4, 1, 2, 4), Skinny(1, 64, 4, 2, 1, 2),
+          Skinny(1, 128, 4, 1, 1, 8))
+
+
+def fits(config: Config | Skinny, scales: str) -> bool:
+    """Scales of columns of b leave no room for the sums of the largest tiles."""
+    return scales == "block_128x128" or not isinstance(config, Config) or (config.mma_m, config.block_n) not in ((1, 192), (2, 128))
+
+
+def run(case: Product, config: Config | Skinny) -> None:
+    family: Any = dense_sm90.FAMILY if isinstance(config, Config) else skinny_sm90.FAMILY
+    run_product(case, family, target_of("cuda"), build.kernel, config, "cuda")
+
+
+@pytest.mark.parametrize("scales", RECIPES)
+@pytest.mark.parametrize("config", DENSE, ids=str)
+def test_dense(config: Config, scales: str) -> None:
+    if not fits(config, scales):
+        pytest.skip("too many scales in registers")
+    for m, n, k in ((256, 384, 256), (37, 200, 16), (300, 1000, 400), (129, 8, 1152), (64, 2112, 640)):
+        for major in ("rr", "cc"):
+            run(Product(m, n, k, scales=scales, scale_major=major), config)
+    run(Product(130, 264, 272, "e5m2", scales=scales), config)
+
+
+@pytest.mark.parametrize("scales", RECIPES)
+@pytest.mark.parametrize("config", SKINNY, ids=str)
+def test_skinny(config: Skinny, scales: str) -> None:
+    for m in {1, config.tokens // 2 + 1, config.tokens}:
+        for n, k in ((256, 384), (72, 16), (1000, 1168), (8, 4096)):
+            for major in ("rr", "cc"):
+                run(Product(m, n, k, scales=scales, scale_major=major), config)
+
+
+@pytest.mark.parametrize("scales", RECIPES)
+@pytest.mark.parametrize("activation, gate_up", (
+    ("silu", "gate_first"), ("swiglu", "gate_first"), ("geglu", "up_first"), ("swiglu", "interleaved")))
+def test_epilogues(scales: str, activation: str, gate_up: str) -> None:
+    for config in (*DENSE[:4], SKINNY[2], SKINNY[3]):
+        if not fits(config, scales):
+            continue
+        for n in (256, 768):  # a half ends at a block of b, or within one
+            case = Product(16, n, 272, scales=scales, activation=activation, gate_up=gate_up, bias="bf16")
+            run(case, config)
+            run(replace(case, c="fp32", beta=-0.5, batch=3, batched_b=True), config)
+
+
+@pytest.mark.parametrize("config", (DENSE[0], DENSE[3], SKINNY[1], SKINNY[3]), ids=str)
+@pytest.mark.parametrize("scales", RECIPES)
+def test_error_does_not_grow_with_k(scales: str, config: Config | Skinny) -> None:
+    run(Product(16, 256, 65536, scales=scales), config)
+
+
+@pytest.mark.parametrize("scales", RECIPES)
+def test_exact_inputs_give_exact_bits(scales: str) -> None:
+    for config in (DENSE[0], DENSE[3], SKINNY[3]):
+        run(Product(40, 200, 1008, scales=scales, whole=True, out="fp32"), config)

@@ -1,0 +1,90 @@
+"""gemm/grouped_sm90 on a Hopper GPU: every grouping and form, skewed and empty groups, sizes that change under a captured graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kernelgen import build
+from kernelgen.kernels.gemm import grouped_sm90
+from kernelgen.kernels.gemm.dense_sm90 import Config
+from kernelgen.targets import target_of
+from kernelgen.testing.grouped_products import Grouped, run_grouped
+from kernelgen.testing.mma_products import Product
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
+
+FAMILY = grouped_sm90.FAMILY
+# Cases C04 and C06: none, one, uneven, not a multiple of anything; 64 groups by a power law.
+POWER_LAW = tuple(1000 // (i + 1) for i in range(64))
+SIZES = ((0, 0, 0, 0), (0, 5, 0, 3), (7,), (200, 0, 56, 192), (1, 1, 1, 1021), (0, 0, 4096, 0), POWER_LAW)
+RECIPES = ("tensor", "row", "block_128x128", "block_1x128")
+WIDE, SQUARE, TALL, ALONE = Config(1, 2, 192, 4), Config(1, 2, 128, 5), Config(2, 2, 128, 4), Config(1, 1, 64, 8)
+TURNS, THREE = Config(2, 2, 128, 5, pingpong=True), Config(1, 3, 112, 5, slabs=1)
+
+
+def run(case: Grouped, config: Config | None = None, **others: Any) -> None:
+    run_grouped(case, FAMILY, target_of("cuda"), build.kernel, config, "cuda", **others)
+
+
+def filled(grouping: str, sizes: tuple[int, ...], product: Product) -> Grouped:
+    """With as much room behind the groups as rows need to be aligned to 16 bytes."""
+    spare = -sum(sizes) % 16 or 16 if grouping == "k" else 3
+    return Grouped(grouping, sizes, product, spare=spare)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda s: f"{len(s)} groups of {max(s)}")
+@pytest.mark.parametrize("grouping", ("rows", "masked", "k"))
+def test_sizes(grouping: str, sizes: tuple[int, ...]) -> None:
+    orders = ("rc", "rr", "cr", "cc") if grouping == "k" else ("rc", "rr")
+    for order in orders:
+        run(filled(grouping, sizes, Product(72, 136, 200, "bf16", orders=order, bias="bf16")))
+    for scales in RECIPES[:2] if grouping == "k" else RECIPES:
+        run(filled(grouping, sizes, Product(72, 136, 304, scales=scales)))
+
+
+@pytest.mark.parametrize("config", (WIDE, SQUARE, TALL, ALONE, TURNS, THREE), ids=str)
+@pytest.mark.parametrize("grouping", ("rows", "masked", "k"))
+def test_configs(grouping: str, config: Config) -> None:
+    if config.pingpong and grouping == "k":
+        pytest.skip("consumers that take turns need the same depth")
+    for sizes in ((200, 0, 56, 192, 1), (130,), (64, 64, 0, 128), (3, 70, 2, 1, 50)):
+        for n in (136, 1000):
+            run(filled(grouping, sizes, Product(264, n, 328, "bf16")), config)
+            orders = "cr" if grouping == "k" and config != THREE else "rc"
+            run(filled(grouping, sizes, Product(264, n, 328, "fp16", orders=orders)), config)
+            if not config.pingpong and config != THREE:
+                scales = "row" if grouping == "k" else "block_128x128"
+                run(filled(grouping, sizes, Product(264, n, 336, scales=scales)), config)
+
+
+@pytest.mark.parametrize("grouping", ("rows", "masked", "k"))
+@pytest.mark.parametrize("activation, gate_up", (
+    ("gelu", "gate_first"), ("swiglu", "gate_first"), ("geglu", "up_first"), ("swiglu", "interleaved")))
+def test_epilogues(grouping: str, activation: str, gate_up: str) -> None:
+    for a, scales in (("bf16", None), ("e4m3", "row"), ("e4m3", "block_128x128"), ("e4m3", "block_1x128")):
+        if grouping == "k" and scales and scales.startswith("block"):
+            continue
+        product = Product(56, 256, 256, a, scales=scales, activation=activation, gate_up=gate_up, bias="fp32", c="bf16", beta=0.5)
+        run(filled(grouping, (30, 0, 150, 1), product), SQUARE)
+
+
+@pytest.mark.parametrize("grouping", ("rows", "masked", "k"))
+def test_exact_inputs_give_exact_bits(grouping: str) -> None:
+    for a, scales in (("bf16", None), ("e4m3", "row"), ("e4m3", "block_1x128")):
+        if grouping == "k" and scales == "block_1x128":
+            continue
+        run(filled(grouping, (30, 0, 150, 1), Product(56, 200, 640, a, scales=scales, out="fp32", whole=True)))
+
+
+@pytest.mark.parametrize("grouping", ("rows", "masked", "k"))
+def test_sizes_change_under_a_prepared_call(grouping: str) -> None:
+    others = [(0, 0, 0, 0), (203, 0, 1, 2)] + ([] if grouping == "masked" else [(0, 384, 0, 0), (96, 96, 96, 96)])
+    run(filled(grouping, (100, 0, 200, 84), Product(64, 136, 256, "bf16")), others=others)
+
+
+def test_many_groups_of_few_rows() -> None:
+    run(Grouped("masked", (20,) * 32, Product(0, 384, 512, scales="block_128x128")))
+    run(Grouped("rows", tuple(i % 3 for i in range(1000)), Product(0, 64, 128, "bf16")))
