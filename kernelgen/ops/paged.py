@@ -15,6 +15,7 @@ from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DeviceError, DtypeError, KernelgenError, NoBackendError, SettingsError, ShapeError
 from kernelgen.guard import ORDINARY, check_flags, check_plain, check_required, watched
 from kernelgen.kernels.base import division_of
+from kernelgen.launch.plan import host_address, plan_functions
 from kernelgen.ops.attention import Window, check_sinks, check_soft_cap, check_window
 from kernelgen.ops.checks import check_last_contiguous, check_output, check_rank, check_tensors, number, shape_text
 from kernelgen.ops.features import FEATURES, AttentionFeatures, check_features
@@ -48,6 +49,7 @@ from kernelgen.tensors import PagedTensors, PlanArrays
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_INT32_MAX = 2**31 - 1
 
 _decisions = new_memo()
 Decided = tuple[Decision, Shape, dict[Any, Callable[..., Any]]]
@@ -556,7 +558,9 @@ def query_starts(q_lens: Lengths | None, cu_seqlens_q: Lengths | None, batch: in
         return None
     if starts.shape[0] != batch + 1:
         raise ShapeError(f"{name}: got {starts.shape[0] - 1} query lengths, expected {batch}, one per request of the page table")
-    if starts.is_cpu:
+    plan, address = plan_functions(), host_address(starts)
+    known = plan is not None and address and plan.starts_fit(address, batch + 1, _INT32_MAX)
+    if not known and starts.is_cpu:
         check_starts(name, on_host(starts), None, "")
     return starts
 
@@ -564,9 +568,15 @@ def query_starts(q_lens: Lengths | None, cu_seqlens_q: Lengths | None, batch: in
 def _starts_of(lengths: torch.Tensor) -> torch.Tensor:
     if not lengths.is_cpu:
         return torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=torch.int32)])
+    plan, address, count = plan_functions(), host_address(lengths), lengths.shape[0]
+    if plan is not None and address:
+        result = torch.empty(count + 1, dtype=torch.int32)
+        if plan.accumulate_lengths(address, count, result.data_ptr()):
+            return result
     host = lengths.numpy()
-    if len(host) and np.minimum.reduce(host) < 0:
+    if host.min(initial=0) < 0:
         raise ShapeError(f"q_lens: got {host.tolist()[:8]}, expected numbers >= 0")
-    starts = np.zeros(len(host) + 1, dtype=np.int32)
-    np.add.accumulate(host, out=starts[1:])
-    return torch.from_numpy(starts)
+    starts = np.concatenate([[0], np.cumsum(host, dtype=np.int64)])
+    if starts[-1] > _INT32_MAX:
+        raise ShapeError(f"q_lens: got {starts[-1]} query rows in all, expected at most {_INT32_MAX}")
+    return torch.from_numpy(starts.astype(np.int32))
