@@ -9,6 +9,11 @@
 
 namespace kernelgen {
 
+// Most lengths of most batches fit one block or chunk; a division costs as much as all else that is done for a request.
+inline int64_t ceil_div(int64_t value, int64_t unit) {
+  return value <= unit ? (value > 0 ? 1 : 0) : (value + unit - 1) / unit;
+}
+
 // Lengths of a batch: query rows by their starts (batch + 1), keys in one of the two forms of a page table.
 struct BatchLengths {
   const int32_t* starts;
@@ -44,12 +49,12 @@ inline BatchSizes sizes_of(const BatchLengths& lengths) {
 struct Division {
   int64_t group_size, block_rows, slots, min_chunk, fixed_chunk;
 
-  int64_t tiles(int64_t q_len) const { return (q_len * group_size + block_rows - 1) / block_rows; }
+  int64_t tiles(int64_t q_len) const { return ceil_div(q_len * group_size, block_rows); }
 };
 
 inline int64_t round_to_chunk_unit(int64_t keys) {
   constexpr int64_t kChunkUnit = 64;
-  return (keys + kChunkUnit - 1) / kChunkUnit * kChunkUnit;
+  return ceil_div(keys, kChunkUnit) * kChunkUnit;
 }
 
 inline int64_t chunk_of(const BatchLengths& lengths, const Division& division) {
@@ -63,7 +68,7 @@ inline int64_t chunk_of(const BatchLengths& lengths, const Division& division) {
   }
   const int64_t whole = round_to_chunk_unit(longest);
   if (tiles >= division.slots) return whole;  // enough items without any split
-  const int64_t share = (work + division.slots - 1) / division.slots;
+  const int64_t share = ceil_div(work, division.slots);
   return std::min(whole, std::max(round_to_chunk_unit(share), division.min_chunk));
 }
 
@@ -85,7 +90,7 @@ inline Items cut_batch(const BatchLengths& lengths, const Division& division, in
   for (int64_t b = 0; b < size; ++b) {
     const bool empty = b >= lengths.batch;
     const int64_t keys = empty ? 0 : lengths.kv_len(b);
-    const int64_t splits = std::max((keys + chunk - 1) / chunk, int64_t{1});
+    const int64_t splits = std::max(ceil_div(keys, chunk), int64_t{1});
     items.count += empty ? 0 : division.tiles(lengths.q_len(b)) * splits;
     items.split |= splits > 1;
     q_indptr[b + 1] = empty ? q_indptr[b] : lengths.starts[b + 1];
