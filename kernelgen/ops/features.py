@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any
 
 from kernelgen.errors import SettingsError
@@ -94,15 +95,18 @@ class AttentionFeatures:
 
     def beside(self, **given: Any) -> tuple[Any, ...]:
         """The fields in order. ``given`` are the same arguments of the call itself: one that is not at its default is an error."""
-        both = [name for name, value in given.items() if value is not _DEFAULTS[name] and value != _DEFAULTS[name]]
+        changed = [name for name, value in given.items() if value is not _DEFAULTS[name]]
+        both = [name for name in changed if given[name] != _DEFAULTS[name]]
         if both:
             raise SettingsError(f"{', '.join(both)}: got both in features and as an argument, expected one of them; change a feature "
                                 f"with dataclasses.replace(features, {both[0]}=...)")
-        return tuple(getattr(self, name) for name in FEATURES)
+        values: tuple[Any, ...] = _values(self)
+        return values
 
 
 _DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(AttentionFeatures)}
 FEATURES = tuple(_DEFAULTS)
+_values = attrgetter(*FEATURES)
 
 
 def check_features(features: Any) -> AttentionFeatures:

@@ -342,9 +342,10 @@ def plan_attention(
     where = plan_device(page_table, device)
     batch = read_batch(page_table, query_starts(q_lens, cu_seqlens_q, page_table.batch))
     key: Any = None
-    if variant is None and not isinstance(window, list):
+    if not isinstance(window, list):
+        traced = None if variant is None else trace_or_name(variant, backend, sinks=sinks)
         key = (size_classes(batch, cuda_graph_bounds), where, num_q_heads, num_kv_heads, head_dim, head_dim_v, q_dtype, kv_dtype,
-               kv_layout, causal, window, soft_cap, alibi, sinks, mask, kv_scales, rotation is None, batch_invariant, deterministic,
+               kv_layout, causal, window, soft_cap, alibi, sinks, mask, traced, kv_scales, rotation is None, batch_invariant, deterministic,
                backend)
     known = _decisions.get(key) if key is not None else None
     if known is None:
@@ -357,6 +358,8 @@ def plan_attention(
             remember(_decisions, key, known)
     if rotation is not None and type(rotation) is not int:
         raise SettingsError(f"rotation: got {rotation!r}, expected a whole number, the seed of the signs")
+    if variant is not None:  # prepared runs hold its tensors and scalars
+        known = (*known[:2], {})
     return start_plan(AttentionPlan, known, batch, where, cuda_graph_bounds, soft_cap=float(soft_cap) if soft_cap else None,
                       scale=head_dim**-0.5 if scale is None else number("scale", scale), variant=variant, rotation=rotation,
                       backend=backend)

@@ -160,12 +160,13 @@ def _fill(batch: Batch, shape: Shape, size: int, buffer: torch.Tensor) -> tuple[
 
 def _arrays_on_host(batch: Batch, shape: Shape, size: int) -> tuple[Ints, Schedule]:
     """The arrays by numpy, and how the batch is cut."""
-    lens = batch.kv_lens
+    lens, table, n = batch.kv_lens, batch.table, batch.size
     schedule = make_schedule(batch.q_lens, lens, shape.group_size, shape.division or _NO_DIVISION)
-    more = (0, size - batch.size)
-    return np.concatenate([
-        np.pad(batch.starts.numpy(), more, mode="edge"), np.pad(lens, more), np.pad(page_begin(batch.table), more),
-        np.pad(schedule.item_indptr, more, mode="edge"), np.array([schedule.chunk], np.int32)]), schedule
+    whole = np.zeros(4 * size + 3, dtype=np.int32)
+    q_indptr, kv_lens, begin, item_indptr, chunk = np.split(whole, np.cumsum((size + 1, size, size, size + 1)))  # views
+    q_indptr[: n + 1], kv_lens[:n], begin[:n], item_indptr[: n + 1] = batch.starts.numpy(), lens, page_begin(table), schedule.item_indptr
+    q_indptr[n + 1 :], item_indptr[n + 1 :], chunk[:] = q_indptr[n], item_indptr[n], schedule.chunk
+    return whole, schedule
 
 
 def _mask_starts(batch: Batch) -> torch.Tensor:
