@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from kernelgen.errors import DeviceError, DtypeError, ShapeError
+from kernelgen.guard import outside_graphs
 from kernelgen.launch.plan import host_address, plan_functions
 from kernelgen.ops.checks import check_rank, shape_text
 from kernelgen.settings import settings
@@ -41,6 +42,7 @@ class PageTable:
     seq_lens: torch.Tensor | None = None
 
     @classmethod
+    @outside_graphs
     def from_csr(
         cls, kv_indptr: Lengths, kv_indices: Lengths, kv_last_page_len: Lengths, page_size: int,
     ) -> PageTable:
@@ -59,6 +61,7 @@ class PageTable:
         return _table(page_size, kv_indptr=indptr, kv_indices=indices, kv_last_page_len=last)
 
     @classmethod
+    @outside_graphs
     def from_blocks(cls, block_tables: torch.Tensor, seq_lens: Lengths, page_size: int) -> PageTable:
         """block_tables (B, max_pages) page numbers, seq_lens (B) keys in use, each at most max_pages * page_size.
 
@@ -77,6 +80,7 @@ class PageTable:
         return _table(page_size, block_tables=blocks, seq_lens=lengths)
 
     @classmethod
+    @outside_graphs
     def contiguous(cls, seq_lens: Lengths, capacity: int, *, device: torch.device | str | None = None) -> PageTable:
         """A dense cache (B, capacity, Hkv, D) seen as one page per request, of which seq_lens (B) tokens are in use.
 

@@ -13,7 +13,7 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, no_backend_error, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DeviceError, DtypeError, KernelgenError, NoBackendError, SettingsError, ShapeError
-from kernelgen.guard import ORDINARY, check_flags, check_plain, check_required, watched
+from kernelgen.guard import ORDINARY, check_flags, check_plain, check_required, outside_graphs, watched
 from kernelgen.kernels.base import division_of
 from kernelgen.launch.plan import host_address, plan_functions
 from kernelgen.ops.attention import Window, check_sinks, check_soft_cap, check_window
@@ -107,6 +107,7 @@ class AttentionPlan:
     _state: State
     _runs: dict[Any, Callable[..., Any]]
 
+    @outside_graphs
     def run(
         self, q: torch.Tensor, kv_cache: Cache, *, alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
         mask: torch.Tensor | None = None, q_scale: Scale | None = None, k_scale: Scale | None = None, v_scale: Scale | None = None,
@@ -155,6 +156,7 @@ class AttentionPlan:
             remember(self._runs, short, quick)
         return call(self._state.arrays, q, kv_cache, alibi_slopes, sinks, mask, q_scale, k_scale, v_scale, out, lse)
 
+    @outside_graphs
     def update(self, page_table: PageTable, q_lens: Lengths | None = None) -> None:
         """Take new lengths and pages; ``q_lens`` None: one query per request, or the planned starts if the batch is the same.
 
@@ -305,6 +307,7 @@ class AttentionPlan:
         return k_cache, v_cache
 
 
+@outside_graphs
 def plan_attention(
     page_table: PageTable, *, num_q_heads: int, num_kv_heads: int, head_dim: int, head_dim_v: int | None = None,
     q_lens: Lengths | None = None, cu_seqlens_q: Lengths | None = None, q_dtype: torch.dtype, kv_dtype: torch.dtype | None = None,
