@@ -37,6 +37,7 @@ _PUBLIC = {
     "gemm": "kernelgen.ops.gemm",
     "moe": "kernelgen.ops.moe",
     "route": "kernelgen.ops.moe",
+    "AttentionFeatures": "kernelgen.ops.features",
     "AttentionPlan": "kernelgen.ops.paged",
     "PageTable": "kernelgen.ops.page_table",
     "plan_attention": "kernelgen.ops.paged",
@@ -79,6 +80,7 @@ if TYPE_CHECKING:
     from kernelgen.ops.eager import moe_permute as moe_permute
     from kernelgen.ops.eager import moe_sort as moe_sort
     from kernelgen.ops.eager import moe_unpermute as moe_unpermute
+    from kernelgen.ops.features import AttentionFeatures as AttentionFeatures
     from kernelgen.ops.gemm import gemm as gemm
     from kernelgen.ops.grouped import grouped_gemm as grouped_gemm
     from kernelgen.ops.grouped import grouped_gemm_masked as grouped_gemm_masked

@@ -6,9 +6,11 @@ dispatch) is described as one that needs torch's operators; dispatch then leaves
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
+from torch._C._dynamo import eval_frame as _dynamo
 from torch.autograd import forward_ad
 
 from kernelgen.errors import DeviceError, DtypeError, LayoutError, NoBackendError, SettingsError
@@ -24,6 +26,22 @@ _jit_trace = torch._C._is_tracing
 def watched() -> bool:
     """torch records or changes what operators do here: a kernel launched past it would be lost."""
     return _dispatch_modes() > 0 or _transforms() is not None or forward_ad._current_level >= 0 or _jit_trace()
+
+
+Op = TypeVar("Op", bound=Callable[..., Any])
+
+
+def outside_graphs(op: Op) -> Op:
+    """For ops that launch kernels: under torch.compile a call is a graph break, and the op runs as it would eagerly.
+
+    Traced through, an op would run its host code on stand-ins for addresses and sizes; dynamo's own struct.pack, to which the
+    kernels' arguments lead, calls itself until the stack ends.
+    """
+    # What torch.compiler.disable comes to, without a function around every call, and without importing dynamo, which takes a second.
+    _dynamo.set_code_exec_strategy(op.__code__, _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.SKIP))
+    vars(op).update(_torchdynamo_disable=True, _torchdynamo_disable_msg="in this release kernelgen's ops are no operators of torch that "
+                    "a graph could hold: compile without fullgraph")
+    return op
 
 
 def needs_torch(*tensors: Any) -> bool:

@@ -101,7 +101,7 @@ _LATER = {
     "append": "kernelgen.ops.append", "grouped_gemm": "kernelgen.ops.grouped",
     "merge_states": "kernelgen.ops.merge", "moe": "kernelgen.ops.moe",
     "route": "kernelgen.ops.moe",
-    "paged_attention": "kernelgen.ops.paged", "quantize_fp8": "kernelgen.ops.quantize", "rope": "kernelgen.ops.rope",
+    "paged_attention": "kernelgen.ops.paged_oracle", "quantize_fp8": "kernelgen.ops.quantize", "rope": "kernelgen.ops.rope",
 }
 
 

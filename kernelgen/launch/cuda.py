@@ -7,9 +7,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
-import numpy as np
 import torch
 
 from kernelgen.errors import CompileError, KernelgenError, LaunchError, ToolchainMissing
@@ -103,18 +101,6 @@ class CudaKernel:
             run(config, params, stream_of(device))
 
         return launch
-
-
-def upload(values: np.ndarray[Any, Any], target: torch.Tensor) -> None:
-    """Copy a contiguous array to a CUDA tensor of the same size on torch's current stream; it may be changed at once afterwards.
-
-    For plans, whose few hundred bytes cost torch's copy twice the driver's time.
-    """
-    if launcher_problem():
-        target.copy_(torch.from_numpy(values), non_blocking=True)
-        return
-    device = target.device.index
-    launcher().cuda_copy(target.data_ptr(), values.tobytes(), device, torch._C._cuda_getCurrentRawStream(device))
 
 
 @lru_cache(maxsize=1)

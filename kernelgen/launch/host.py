@@ -85,7 +85,7 @@ _loading = threading.Lock()
 
 
 def launcher() -> Any:
-    """The loaded launcher module: cuda_load, cuda_allow_shared_memory, cuda_launch, cuda_copy, cpu_launch.
+    """The loaded launcher module: cuda_load, cuda_allow_shared_memory, cuda_launch, cpu_launch, and plan.py's functions.
 
     Raises ToolchainMissing or CompileError where it has to be built and cannot be; the next call tries again.
     """
@@ -101,6 +101,11 @@ def launcher() -> Any:
                     _module = tvm_ffi.load_module(str(path))
                 except (OSError, RuntimeError) as error:
                     raise load_error("the launcher", path, error) from error
+    return _module
+
+
+def loaded() -> Any:
+    """The launcher module where something has loaded it, else None."""
     return _module
 
 

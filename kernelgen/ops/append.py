@@ -13,7 +13,7 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DeviceError, DtypeError, LayoutError, SettingsError, ShapeError
-from kernelgen.guard import check_plain, check_required, watched
+from kernelgen.guard import check_plain, check_required, outside_graphs, watched
 from kernelgen.ops.checks import (
     check_last_contiguous,
     check_no_output_with_grad,
@@ -39,6 +39,7 @@ _calls = new_memo()
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
+@outside_graphs
 def append_kv(
     kv_cache: Cache, k: torch.Tensor, v: torch.Tensor, page_table: PageTable | None = None, *, positions: torch.Tensor | None = None,
     batch_indices: torch.Tensor | None = None, slot_mapping: torch.Tensor | None = None, kv_layout: str = "NHD",
@@ -65,6 +66,7 @@ def append_kv(
     _append(kv_cache, kv_layout, None, k, v, page_table, positions, batch_indices, slot_mapping, k_scale, v_scale, kv_scales, backend)
 
 
+@outside_graphs
 def append_mla(
     ckv_cache: torch.Tensor, k_rope_cache: torch.Tensor | None, ckv: torch.Tensor, k_rope: torch.Tensor,
     page_table: PageTable | None = None, *, positions: torch.Tensor | None = None, batch_indices: torch.Tensor | None = None,
@@ -126,6 +128,7 @@ def _split_mla(
     return whole[..., :latent], whole[..., latent:]
 
 
+@outside_graphs
 def rope_append_kv(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: Cache, page_table: PageTable | None = None, *,
     positions: torch.Tensor, batch_indices: torch.Tensor | None = None, slot_mapping: torch.Tensor | None = None,

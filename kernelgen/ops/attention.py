@@ -11,7 +11,7 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DtypeError, SettingsError, ShapeError
-from kernelgen.guard import ORDINARY, check_backend, check_flags, check_required, needs_torch, watched
+from kernelgen.guard import ORDINARY, check_backend, check_flags, check_required, needs_torch, outside_graphs, watched
 from kernelgen.ops.checks import (
     check_dim,
     check_last_contiguous,
@@ -41,6 +41,7 @@ _calls = new_memo()
 _head_dims = {(576, 512)}  # beyond multiples of 8 up to 512: MLA with one latent head
 
 
+@outside_graphs
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, window: Window | None = None,
     scale: float | None = None, soft_cap: float | None = None, alibi_slopes: torch.Tensor | None = None,
@@ -126,6 +127,7 @@ def _prepared(sample: AttentionTensors, run: Any, return_lse: bool) -> Any:
     return call
 
 
+@outside_graphs
 def attention_varlen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, *,
     max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, causal: bool = False, window: Window | None = None,

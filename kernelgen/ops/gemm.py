@@ -11,7 +11,7 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import ShapeError
-from kernelgen.guard import ORDINARY, address_of, check_backend, check_flags, check_required, needs_torch, watched
+from kernelgen.guard import ORDINARY, address_of, check_backend, check_flags, check_required, needs_torch, outside_graphs, watched
 from kernelgen.ops.checks import check_tensors, shape_text
 from kernelgen.ops.memo import layout_of, new_memo, remember
 from kernelgen.ops.products import (
@@ -49,6 +49,7 @@ class Described(NamedTuple):
     result: Result
 
 
+@outside_graphs
 def gemm(
     a: torch.Tensor, b: Weight, *, bias: torch.Tensor | None = None, activation: str | None = None,
     gate_up: str = "gate_first", c: torch.Tensor | None = None, beta: float = 1.0, scale_a: torch.Tensor | None = None,

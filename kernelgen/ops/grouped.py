@@ -11,7 +11,7 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DtypeError, ShapeError
-from kernelgen.guard import ORDINARY, check_backend, check_flags, check_required, needs_torch, watched
+from kernelgen.guard import ORDINARY, check_backend, check_flags, check_required, needs_torch, outside_graphs, watched
 from kernelgen.ops.checks import check_tensors, index_tensor, shape_text
 from kernelgen.ops.gemm import deliver, describe_b, is_view, packed_parts
 from kernelgen.ops.memo import layout_of, new_memo, remember
@@ -51,6 +51,7 @@ class _Described(NamedTuple):
     result: Result
 
 
+@outside_graphs
 def grouped_gemm(
     a: torch.Tensor, b: Weight, offsets: Ends, *, bias: torch.Tensor | None = None, activation: str | None = None,
     gate_up: str = "gate_first", c: torch.Tensor | None = None, beta: float = 1.0, scale_a: torch.Tensor | None = None,
@@ -71,6 +72,7 @@ def grouped_gemm(
     return _call(False, a, b, offsets, scale_a, scale_b, e, backend)
 
 
+@outside_graphs
 def grouped_gemm_masked(
     a: torch.Tensor, b: Weight, counts: Ends, *, bias: torch.Tensor | None = None, activation: str | None = None,
     gate_up: str = "gate_first", c: torch.Tensor | None = None, beta: float = 1.0, scale_a: torch.Tensor | None = None,

@@ -12,7 +12,7 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DeviceError, DtypeError, NoBackendError, SettingsError, ShapeError
-from kernelgen.guard import check_flags, check_plain, check_required, watched
+from kernelgen.guard import check_flags, check_plain, check_required, outside_graphs, watched
 from kernelgen.ops.checks import check_last_contiguous, check_output, check_rank, check_tensors, number, shape_text
 from kernelgen.ops.memo import layout_of, new_memo, remember
 from kernelgen.ops.page_table import Lengths, PageTable
@@ -53,6 +53,7 @@ class MLAPlan:
     _state: State
     _runs: dict[Any, Callable[..., Any]]
 
+    @outside_graphs
     def run(
         self, q_nope: torch.Tensor, q_rope: torch.Tensor, ckv_cache: torch.Tensor, k_rope_cache: torch.Tensor | None = None, *,
         k_scale: Scale | None = None, return_lse: bool = False, out: torch.Tensor | None = None, lse: torch.Tensor | None = None,
@@ -80,6 +81,7 @@ class MLAPlan:
             remember(self._runs, key, call)
         return call(state.arrays, q_nope, q_rope, ckv_cache, k_rope_cache, k_scale, out, lse)
 
+    @outside_graphs
     def update(self, page_table: PageTable, q_lens: Lengths | None = None) -> None:
         """As AttentionPlan.update."""
         update_plan(self, page_table, q_lens)
@@ -181,6 +183,7 @@ def _check_call(plan: MLAPlan, q_nope: torch.Tensor, q_rope: torch.Tensor, ckv: 
         raise NoBackendError("MLA over a paged cache has no gradient: call under torch.no_grad()")
 
 
+@outside_graphs
 def plan_mla(
     page_table: PageTable, *, num_heads: int, q_lens: Lengths | None = None, cu_seqlens_q: Lengths | None = None, q_dtype: torch.dtype,
     kv_dtype: torch.dtype | None = None, causal: bool = True, scale: float, head_dim_latent: int = 512, head_dim_rope: int = 64,

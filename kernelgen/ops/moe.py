@@ -11,6 +11,7 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DtypeError, SettingsError, ShapeError
+from kernelgen.guard import outside_graphs
 from kernelgen.ops.checks import (
     check_dim,
     check_last_contiguous,
@@ -64,6 +65,7 @@ class MoeTensors(NamedTuple):
     expert_map: ExpertMap | None = None
 
 
+@outside_graphs
 def route(
     logits: torch.Tensor, k: int, *, method: str = "softmax", renormalize: bool = True, bias: torch.Tensor | None = None,
     num_groups: int | None = None, topk_groups: int | None = None, scaling: float = 1.0, backend: str = "auto",
@@ -88,6 +90,7 @@ def route(
     return (tensors.weights, tensors.ids) if result is None else result
 
 
+@outside_graphs
 def moe(
     x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *, activation: str = "swiglu",
     alpha: float | None = None, limit: float | None = None, gate_up: str = "gate_first", bias13: torch.Tensor | None = None,

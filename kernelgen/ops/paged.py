@@ -13,13 +13,15 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, no_backend_error, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DeviceError, DtypeError, KernelgenError, NoBackendError, SettingsError, ShapeError
-from kernelgen.guard import ORDINARY, check_flags, check_plain, check_required, watched
+from kernelgen.guard import ORDINARY, check_flags, check_plain, check_required, outside_graphs, watched
 from kernelgen.kernels.base import division_of
+from kernelgen.launch.plan import host_address, plan_functions
 from kernelgen.ops.attention import Window, check_sinks, check_soft_cap, check_window
 from kernelgen.ops.checks import check_last_contiguous, check_output, check_rank, check_tensors, number, shape_text
+from kernelgen.ops.features import FEATURES, AttentionFeatures, check_features
 from kernelgen.ops.memo import layout_of, new_memo, remember, unusual
 from kernelgen.ops.page_table import Lengths, PageTable, check_starts, index_values, on_host
-from kernelgen.ops.plan_checks import check_alibi, check_bounds, check_mask_form, check_rows, check_sizes
+from kernelgen.ops.plan_checks import check_alibi, check_bounds, check_kinds, check_mask_form, check_rows, check_sizes
 from kernelgen.ops.planning import (
     Batch,
     GraphBounds,
@@ -47,6 +49,7 @@ from kernelgen.tensors import PagedTensors, PlanArrays
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_INT32_MAX = 2**31 - 1
 
 _decisions = new_memo()
 Decided = tuple[Decision, Shape, dict[Any, Callable[..., Any]]]
@@ -104,6 +107,7 @@ class AttentionPlan:
     _state: State
     _runs: dict[Any, Callable[..., Any]]
 
+    @outside_graphs
     def run(
         self, q: torch.Tensor, kv_cache: Cache, *, alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
         mask: torch.Tensor | None = None, q_scale: Scale | None = None, k_scale: Scale | None = None, v_scale: Scale | None = None,
@@ -152,6 +156,7 @@ class AttentionPlan:
             remember(self._runs, short, quick)
         return call(self._state.arrays, q, kv_cache, alibi_slopes, sinks, mask, q_scale, k_scale, v_scale, out, lse)
 
+    @outside_graphs
     def update(self, page_table: PageTable, q_lens: Lengths | None = None) -> None:
         """Take new lengths and pages; ``q_lens`` None: one query per request, or the planned starts if the batch is the same.
 
@@ -302,6 +307,7 @@ class AttentionPlan:
         return k_cache, v_cache
 
 
+@outside_graphs
 def plan_attention(
     page_table: PageTable, *, num_q_heads: int, num_kv_heads: int, head_dim: int, head_dim_v: int | None = None,
     q_lens: Lengths | None = None, cu_seqlens_q: Lengths | None = None, q_dtype: torch.dtype, kv_dtype: torch.dtype | None = None,
@@ -309,6 +315,7 @@ def plan_attention(
     soft_cap: float | None = None, alibi: bool = False, sinks: bool = False, mask: str | None = None, variant: Any = None,
     kv_scales: str | None = None, rotation: int | None = None, batch_invariant: bool = False, deterministic: bool = True,
     cuda_graph_bounds: Any = None, backend: str = "auto", device: torch.device | str | None = None,
+    features: AttentionFeatures | None = None,
 ) -> AttentionPlan:
     """A plan for attention over the requests of a page table; ``plan.run(q, kv_cache)`` once per layer.
 
@@ -317,6 +324,8 @@ def plan_attention(
     ``q_dtype``, ``kv_dtype`` (default: q's): one type, or an fp8 cache under any query type. ``mask``: "dense" (flat
     bool) or "packed" (bits); ``kv_scales``: "tensor", "head", "request_head" or "page"; ``rotation``: Hadamard sign seed
     with which the cached keys were rotated. causal, window, scale, soft_cap, variant: as in ``attention``.
+    ``features`` (:class:`AttentionFeatures`, with presets for families of models): causal .. batch_invariant in one object; one of
+    these arguments beside it, at another value than its default, is an error.
 
     The plan copies lengths. Page numbers stay where the table has them: leave those of used pages unchanged until the runs are
     done (with ``cuda_graph_bounds`` they are copied). Every other tensor is given to run.
@@ -326,14 +335,20 @@ def plan_attention(
 
     Raises ShapeError, DtypeError, DeviceError, SettingsError; NoBackendError with the table of reasons.
     """
+    if features is not None:
+        layer = check_features(features)
+        causal, window, scale, soft_cap, alibi, sinks, mask, variant, kv_scales, rotation, batch_invariant = layer.beside(
+            causal=causal, window=window, scale=scale, soft_cap=soft_cap, alibi=alibi, sinks=sinks, mask=mask, variant=variant,
+            kv_scales=kv_scales, rotation=rotation, batch_invariant=batch_invariant)
     check_table(page_table)
     check_bounds(cuda_graph_bounds)
     where = plan_device(page_table, device)
     batch = read_batch(page_table, query_starts(q_lens, cu_seqlens_q, page_table.batch))
     key: Any = None
-    if variant is None and not isinstance(window, list):
+    if not isinstance(window, list):
+        traced = None if variant is None else trace_or_name(variant, backend, sinks=sinks)
         key = (size_classes(batch, cuda_graph_bounds), where, num_q_heads, num_kv_heads, head_dim, head_dim_v, q_dtype, kv_dtype,
-               kv_layout, causal, window, soft_cap, alibi, sinks, mask, kv_scales, rotation is None, batch_invariant, deterministic,
+               kv_layout, causal, window, soft_cap, alibi, sinks, mask, traced, kv_scales, rotation is None, batch_invariant, deterministic,
                backend)
     known = _decisions.get(key) if key is not None else None
     if known is None:
@@ -346,6 +361,8 @@ def plan_attention(
             remember(_decisions, key, known)
     if rotation is not None and type(rotation) is not int:
         raise SettingsError(f"rotation: got {rotation!r}, expected a whole number, the seed of the signs")
+    if variant is not None:  # prepared runs hold its tensors and scalars
+        known = (*known[:2], {})
     return start_plan(AttentionPlan, known, batch, where, cuda_graph_bounds, soft_cap=float(soft_cap) if soft_cap else None,
                       scale=head_dim**-0.5 if scale is None else number("scale", scale), variant=variant, rotation=rotation,
                       backend=backend)
@@ -459,6 +476,10 @@ def explain_paged_attention(*args: Any, target: Target, backend: str, live: bool
         "causal": True, "window": None, "soft_cap": None, "alibi": False, "sinks": False, "mask": None, "variant": None,
         "kv_scales": None, "rotation": None, "batch_invariant": False, "deterministic": True,
     }
+    features = kwargs.pop("features", None)
+    if features is not None:
+        given = {name: kwargs[name] for name in FEATURES if name in kwargs}
+        kwargs |= dict(zip(FEATURES, check_features(features).beside(**given)))
     values = defaults | dict(zip(("page_table",), args)) | kwargs
     for name in ("scale", "device"):  # change no choice
         values.pop(name, None)
@@ -466,42 +487,6 @@ def explain_paged_attention(*args: Any, target: Target, backend: str, live: bool
     check_table(table)
     batch = read_batch(table, query_starts(values.pop("q_lens"), values.pop("cu_seqlens_q"), table.batch))
     return choose(_describe(batch, **values, backend=backend, bounds=bounds), target, backend, live=live)
-
-
-def run_reference(problem: PagedAttentionProblem, t: PagedTensors) -> None:
-    """The float64 oracle; fills out and lse. Lengths and pages are read back to the host."""
-    from kernelgen import reference
-
-    a, size = t.arrays, problem.page_size
-    lengths, begin = a.kv_lens.tolist(), a.page_begin.tolist()
-    numbers = a.page_indices.cpu()
-    pages = tuple(tuple(numbers[first : first - (-length // size)].tolist()) for first, length in zip(begin, lengths))
-    common: dict[str, Any] = dict(
-        cu_seqlens_q=a.q_indptr, causal=problem.causal, scale=t.scale, return_lse=True, k_scale=t.k_scale, kv_scales=problem.kv_scales,
-    )
-    table = reference.PageTable(pages, tuple(lengths), size)
-    if problem.kv_scales != "page":
-        common |= {"kv_scales": None if t.k_scale is None and t.v_scale is None else "request_head"}
-    if problem.rope_dim:
-        assert t.q_rope is not None and t.k_rope_cache is not None
-        if t.k_factor != 1:  # the oracle scales values, too
-            common |= {"k_scale": t.k_factor, "kv_scales": None}
-        out, lse = reference.mla_attention(t.q, t.q_rope, t.k_cache[:, :, 0], t.k_rope_cache[:, :, 0], table, **common)
-        out = out if t.k_factor != 1 else out * t.v_factor
-    else:
-        v_scale = t.v_scale if t.v_factor == 1 else t.v_factor if t.v_scale is None else t.v_scale * t.v_factor
-        if t.v_scale is None and t.v_factor != 1 and problem.kv_scales == "page":
-            v_scale = torch.full((t.v_cache.shape[0], problem.num_kv_heads), t.v_factor, device=t.q.device)
-        if t.v_scale is None and t.v_factor != 1 and common["kv_scales"] == "request_head":
-            v_scale = torch.full((len(lengths), problem.num_kv_heads), t.v_factor, device=t.q.device)
-        out, lse = reference.paged_attention(
-            t.q, (t.k_cache, t.v_cache), table, window=problem.window if problem.windowed else None, soft_cap=t.soft_cap,
-            alibi_slopes=t.alibi_slopes, sinks=t.sinks, mask=t.mask, variant=t.variant, q_scale=t.q_scale, v_scale=v_scale,
-            rotation=t.rotation, **common,
-        )
-    t.out.copy_(out)
-    if t.lse is not None:
-        t.lse.copy_(lse)
 
 
 def _describe(
@@ -517,9 +502,8 @@ def _describe(
     kv_dtype = q_dtype if kv_dtype is None else kv_dtype
     if q_dtype != kv_dtype and kv_dtype not in _FP8:
         raise DtypeError(f"got q_dtype {q_dtype} and kv_dtype {kv_dtype}, expected one dtype, or an fp8 cache")
-    for name, got, legal in (("kv_layout", kv_layout, ("NHD", "HND")), ("mask", mask, (None, "dense", "packed")),
-                             ("kv_scales", kv_scales, (None, "tensor", "head", "request_head", "page"))):
-        check_option(name, got, legal)
+    check_option("kv_layout", kv_layout, ("NHD", "HND"))
+    check_kinds(mask, kv_scales)
     if kv_scales is not None and kv_dtype not in _FP8:
         raise DtypeError(f"kv_scales: got {kv_scales!r} with a {kv_dtype} cache, expected an fp8 one; leave kv_scales out")
     check_soft_cap(soft_cap)
@@ -580,7 +564,9 @@ def query_starts(q_lens: Lengths | None, cu_seqlens_q: Lengths | None, batch: in
         return None
     if starts.shape[0] != batch + 1:
         raise ShapeError(f"{name}: got {starts.shape[0] - 1} query lengths, expected {batch}, one per request of the page table")
-    if starts.is_cpu:
+    plan, address = plan_functions(), host_address(starts)
+    known = plan is not None and address and plan.starts_fit(address, batch + 1, _INT32_MAX)
+    if not known and starts.is_cpu:
         check_starts(name, on_host(starts), None, "")
     return starts
 
@@ -588,9 +574,15 @@ def query_starts(q_lens: Lengths | None, cu_seqlens_q: Lengths | None, batch: in
 def _starts_of(lengths: torch.Tensor) -> torch.Tensor:
     if not lengths.is_cpu:
         return torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=torch.int32)])
+    plan, address, count = plan_functions(), host_address(lengths), lengths.shape[0]
+    if plan is not None and address:
+        result = torch.empty(count + 1, dtype=torch.int32)
+        if plan.accumulate_lengths(address, count, result.data_ptr()):
+            return result
     host = lengths.numpy()
-    if len(host) and np.minimum.reduce(host) < 0:
+    if host.min(initial=0) < 0:
         raise ShapeError(f"q_lens: got {host.tolist()[:8]}, expected numbers >= 0")
-    starts = np.zeros(len(host) + 1, dtype=np.int32)
-    np.add.accumulate(host, out=starts[1:])
-    return torch.from_numpy(starts)
+    starts = np.concatenate([[0], np.cumsum(host, dtype=np.int64)])
+    if starts[-1] > _INT32_MAX:
+        raise ShapeError(f"q_lens: got {starts[-1]} query rows in all, expected at most {_INT32_MAX}")
+    return torch.from_numpy(starts.astype(np.int32))

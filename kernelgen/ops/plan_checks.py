@@ -9,6 +9,7 @@ import torch
 from kernelgen.errors import DtypeError, SettingsError, ShapeError
 from kernelgen.ops.checks import check_last_contiguous, check_rank, shape_text
 from kernelgen.ops.planning import GraphBounds, mask_size_error
+from kernelgen.reference.checks import check_option
 
 if TYPE_CHECKING:
     from kernelgen.ops.paged import State
@@ -30,6 +31,12 @@ def check_sizes(num_q_heads: Any, num_kv_heads: Any, head_dim: Any, head_dim_v: 
 def check_bounds(bounds: Any) -> None:
     if bounds is not None and not isinstance(bounds, GraphBounds):
         raise SettingsError(f"cuda_graph_bounds: got {bounds!r}, expected GraphBounds(max_q_tokens, max_seq_k)")
+
+
+def check_kinds(mask: Any, kv_scales: Any) -> None:
+    """The forms of what a run is given."""
+    check_option("mask", mask, (None, "dense", "packed"))
+    check_option("kv_scales", kv_scales, (None, "tensor", "head", "request_head", "page"))
 
 
 def check_rows(name: str, q: torch.Tensor, state: State) -> None:

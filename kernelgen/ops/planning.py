@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 
 from kernelgen.errors import SettingsError, ShapeError
 from kernelgen.kernels.attention.schedule import Division, Ints, Schedule, item_bound, make_schedule
-from kernelgen.launch.cuda import upload
+from kernelgen.launch.plan import DIVISION, SIZES, host_address, plan_functions
 from kernelgen.ops.page_table import PageTable, on_host
 from kernelgen.tensors import PlanArrays
 
@@ -48,54 +48,69 @@ class Shape:
     mask: bool
     division: Division | None
 
+    @cached_property
+    def packed(self) -> bytes:
+        """struct Division of the launcher."""
+        d = self.division or _NO_DIVISION
+        return DIVISION.pack(self.group_size, d.block_rows, d.slots, d.min_chunk, d.fixed_chunk)
+
 
 class Batch(NamedTuple):
     """A page table with the starts (B + 1) of the query rows, and what the host knows of their lengths.
 
     ``size`` requests; ``rows`` query rows in all, ``max_q`` of one request, ``longest`` keys of one request, ``keys`` in
-    all; None where the lengths are on a device.
+    all; None where the lengths are on a device. ``addresses``: the first arguments of plan_cut, where C++ may read the lengths.
     """
 
     table: PageTable
     size: int
     starts: torch.Tensor
-    kv_lens: Ints | None
     rows: int | None
     max_q: int | None
     longest: int | None
     keys: int | None
+    addresses: tuple[int, int, int, int, int, int] | None = None
 
     @property
     def on_host(self) -> bool:
-        return self.kv_lens is not None and self.rows is not None
+        return self.longest is not None and self.rows is not None
 
     @property
-    def decode(self) -> bool:
-        """One query row per request."""
-        return self.max_q == 1 and self.rows == self.size
+    def kv_lens(self) -> Ints:
+        lengths = self.table.lengths_on_host()
+        assert lengths is not None
+        return lengths
 
     @property
-    def q_lens(self) -> Ints | int:
-        return 1 if self.decode else np.diff(self.starts.numpy())
+    def q_lens(self) -> Ints:
+        return np.diff(self.starts.numpy())
 
 
 def read_batch(table: PageTable, starts: torch.Tensor | None) -> Batch:
     """``starts`` None: one query row per request."""
-    size, kv_lens = table.batch, table.lengths_on_host()
-    rows: int | None
-    max_q: int | None
+    size, plan = table.batch, plan_functions()
     if starts is None:
-        starts, rows, max_q = _one_each(size), size, 1 if size else 0
-    elif starts.is_cpu:
-        host = starts.numpy()
-        rows, max_q = int(host[-1]), int(np.maximum.reduce(host[1:] - host[:-1])) if size else 0
+        starts, rows_at = _one_each(size)
     else:
-        rows = max_q = None
-    if kv_lens is None:
-        return Batch(table, size, starts, None, rows, max_q, None, None)
-    # The ufuncs' own reductions: numpy's methods around them cost as much as the arithmetic.
-    longest = int(np.maximum.reduce(kv_lens)) if size else 0
-    return Batch(table, size, starts, kv_lens, rows, max_q, longest, int(np.add.reduce(kv_lens)))
+        rows_at = host_address(starts)
+    lens_at, indptr_at, last_at = map(host_address, (table.seq_lens, table.kv_indptr, table.kv_last_page_len))
+    if plan is None or not (rows_at and (lens_at or (indptr_at and last_at))):
+        return _read_batch(table, starts, size)
+    addresses = (rows_at, indptr_at, last_at, lens_at, size, table.page_size)
+    rows, max_q, longest, keys = SIZES.unpack(plan.plan_sizes(*addresses))
+    return Batch(table, size, starts, rows, max_q, longest, keys, addresses)
+
+
+def _read_batch(table: PageTable, starts: torch.Tensor, size: int) -> Batch:
+    """:func:`read_batch` by numpy, of what lies on the host."""
+    rows: int | None = None
+    max_q: int | None = None
+    if starts.is_cpu:
+        host = starts.numpy()
+        rows, max_q = int(host[-1]), int(np.diff(host).max(initial=0))
+    lens = table.lengths_on_host()
+    longest, keys = (None, None) if lens is None else (int(lens.max(initial=0)), int(lens.sum(dtype=np.int64)))
+    return Batch(table, size, starts, rows, max_q, longest, keys)
 
 
 def to_host(batch: Batch) -> Batch:
@@ -105,8 +120,10 @@ def to_host(batch: Batch) -> Batch:
 
 
 @lru_cache(maxsize=64)
-def _one_each(batch: int) -> torch.Tensor:
-    return torch.arange(batch + 1, dtype=torch.int32)
+def _one_each(batch: int) -> tuple[torch.Tensor, int]:
+    """Starts of one query row per request, and their address."""
+    starts = torch.arange(batch + 1, dtype=torch.int32)
+    return starts, starts.data_ptr()
 
 
 def page_begin(table: PageTable) -> Ints:
@@ -123,33 +140,36 @@ def page_numbers(table: PageTable) -> torch.Tensor:
     return pages
 
 
-@lru_cache(maxsize=64)
-def _blank(size: int, width: int) -> Ints:
-    """The arrays (:class:`PlanArrays`) of ``size`` requests with a query row and ``width`` page numbers each, without lengths."""
+def _fill(batch: Batch, shape: Shape, size: int, buffer: torch.Tensor) -> tuple[int, bool]:
+    """Fill ``buffer``, the int32 arrays (:class:`PlanArrays`) of ``size`` requests one behind the other, those past the batch empty.
+
+    Returns the number of items and whether any request is split.
+    """
+    plan, table, device = plan_functions(), batch.table, buffer.device
+    if plan is None or batch.addresses is None:
+        whole, schedule = _arrays_on_host(batch, shape, size)
+        buffer.copy_(torch.from_numpy(whole), non_blocking=True)
+        return schedule.num_items, schedule.split
+    index, stream = -1, 0
+    if device.type == "cuda":
+        index, stream = device.index, torch._C._cuda_getCurrentRawStream(device.index)
+    width = 0 if table.block_tables is None else table.block_tables.shape[1]
+    items, split = divmod(plan.plan_cut(buffer.data_ptr(), index, stream, *batch.addresses, size, width, shape.packed), 2)
+    return items, bool(split)
+
+
+def _arrays_on_host(batch: Batch, shape: Shape, size: int) -> tuple[Ints, Schedule]:
+    """The arrays by numpy, and how the batch is cut."""
+    lens, table, n = batch.kv_lens, batch.table, batch.size
+    schedule = make_schedule(batch.q_lens, lens, shape.group_size, shape.division or _NO_DIVISION)
     whole = np.zeros(4 * size + 3, dtype=np.int32)
-    whole[: size + 1] = np.arange(size + 1)
-    whole[2 * size + 1 : 3 * size + 1] = np.arange(size) * width
-    return whole
-
-
-def _fill(batch: Batch, shape: Shape) -> tuple[Ints, Schedule]:
-    """The plan's int32 arrays one behind the other, and how the batch is cut."""
-    assert batch.kv_lens is not None
-    n, table = batch.size, batch.table
-    whole = _blank(n, 0 if table.block_tables is None else table.block_tables.shape[1]).copy()
-    if not batch.decode:
-        whole[: n + 1] = batch.starts.numpy()
-    whole[n + 1 : 2 * n + 1] = batch.kv_lens
-    if table.kv_indptr is not None:
-        whole[2 * n + 1 : 3 * n + 1] = table.kv_indptr.numpy()[:-1]
-    schedule = make_schedule(batch.q_lens, batch.kv_lens, shape.group_size, shape.division or _NO_DIVISION, batch.longest, batch.keys,
-                             out=whole[3 * n + 1 : -1])
-    whole[-1] = schedule.chunk
+    q_indptr, kv_lens, begin, item_indptr, chunk = np.split(whole, np.cumsum((size + 1, size, size, size + 1)))  # views
+    q_indptr[: n + 1], kv_lens[:n], begin[:n], item_indptr[: n + 1] = batch.starts.numpy(), lens, page_begin(table), schedule.item_indptr
+    q_indptr[n + 1 :], item_indptr[n + 1 :], chunk[:] = q_indptr[n], item_indptr[n], schedule.chunk
     return whole, schedule
 
 
 def _mask_starts(batch: Batch) -> torch.Tensor:
-    assert batch.kv_lens is not None
     sizes = np.asarray(batch.q_lens, np.int64) * batch.kv_lens
     return torch.from_numpy(np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]))
 
@@ -172,15 +192,11 @@ def workspace(rows: int, shape: Shape, device: torch.device) -> torch.Tensor:
 
 def make_arrays(batch: Batch, shape: Shape, device: torch.device) -> PlanArrays:
     """Arrays for exactly this batch, from lengths on the host: one copy to the device. Page numbers are not copied."""
-    whole, schedule = _fill(batch, shape)
-    if device.type == "cuda":
-        buffer = torch.empty(len(whole), dtype=torch.int32, device=device)
-        upload(whole, buffer)
-    else:
-        buffer = torch.from_numpy(whole)
-    items = round_items(schedule.num_items)
+    buffer = torch.empty(4 * batch.size + 3, dtype=torch.int32, device=device)
+    count, split = _fill(batch, shape, batch.size, buffer)
+    items = round_items(count)
     rows = partial_rows(items, shape)
-    partial = workspace(rows, shape, device) if schedule.split and shape.division else None
+    partial = workspace(rows, shape, device) if split and shape.division else None
     mask = _mask_starts(batch).to(device) if shape.mask else None
     return PlanArrays.make(buffer, batch.size, page_numbers(batch.table), mask, partial, rows, items)
 
@@ -202,30 +218,19 @@ def make_bounded_arrays(batch: int, bounds: GraphBounds, max_pages: int, shape: 
 
 def refill(arrays: PlanArrays, batch: Batch, bounds: GraphBounds, shape: Shape) -> None:
     """Write a batch into the memory of a bounded plan; requests that are missing become empty. Raises ShapeError."""
-    assert batch.kv_lens is not None and batch.rows is not None and batch.longest is not None
+    assert batch.rows is not None and batch.longest is not None
     size, room = arrays.batch, arrays.pages.shape[0]
     pages = page_numbers(batch.table).reshape(-1)
     for name, got, limit in (("requests", batch.size, size), ("query rows", batch.rows, bounds.max_q_tokens),
                              ("keys of one request", batch.longest, bounds.max_seq_k), ("page numbers", pages.shape[0], room)):
         if got > limit:
             raise ShapeError(f"got {got} {name}, expected at most the {limit} of the plan's cuda_graph_bounds; make a new plan")
-    whole = _padded(_fill(batch, shape)[0], batch.size, size)
-    arrays.lengths.copy_(torch.from_numpy(whole), non_blocking=True)
+    _fill(batch, shape, size, arrays.lengths)
     arrays.pages[: pages.shape[0]].copy_(pages)
     if arrays.mask_indptr is not None:
         starts = _mask_starts(batch)
         arrays.mask_indptr.copy_(torch.nn.functional.pad(starts[None], (0, size - batch.size), mode="replicate")[0]
                                  if size > batch.size else starts)
-
-
-def _padded(whole: Ints, batch: int, size: int) -> Ints:
-    """The arrays of :func:`_fill` with empty requests behind."""
-    if batch == size:
-        return whole
-    starts, lens, begin, items, chunk = np.split(whole, np.cumsum((batch + 1, batch, batch, batch + 1)))
-    more = (0, size - batch)
-    return np.concatenate([np.pad(starts, more, mode="edge"), np.pad(lens, more), np.pad(begin, more), np.pad(items, more, mode="edge"),
-                           chunk])
 
 
 def check_pages(arrays: PlanArrays, page_size: int, num_pages: int) -> None:
@@ -240,7 +245,6 @@ def check_pages(arrays: PlanArrays, page_size: int, num_pages: int) -> None:
 
 def mask_entries(batch: Batch) -> int:
     """sum(Sq_b * Sk_b) of a batch on the host."""
-    assert batch.kv_lens is not None
     return int((np.asarray(batch.q_lens, np.int64) * batch.kv_lens).sum())
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from kernelgen.errors import LayoutError, SettingsError, ShapeError
+from kernelgen.guard import outside_graphs
 from kernelgen.ops.attention import attention
 from kernelgen.ops.checks import check_tensors, shape_text
 
@@ -16,6 +17,7 @@ from kernelgen.ops.checks import check_tensors, shape_text
 _torch_sdpa = torch.ops.aten.scaled_dot_product_attention.default
 
 
+@outside_graphs
 def sdpa(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,

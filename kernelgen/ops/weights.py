@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kernelgen.errors import DtypeError, SettingsError, ShapeError
+from kernelgen.guard import outside_graphs
 from kernelgen.ops.checks import check_tensors, shape_text
 
 VERSION = 1
@@ -88,6 +89,7 @@ class PackedWeight:
         return (self.format, self.shape, self.group_size, *((t.stride(), t.dtype, t.device, t.data_ptr() & 15) for t in parts))
 
 
+@outside_graphs
 def pack_weight(
     w: torch.Tensor, format: str = "int4", *, group_size: int = 128, symmetric: bool = True, scale: torch.Tensor | None = None,
     zero: torch.Tensor | None = None,

@@ -23,6 +23,7 @@
 #include <unistd.h>
 
 #include "kernelgen/host/cuda_driver.h"
+#include "kernelgen/host/plan.h"
 #include "kernelgen/host/thread_pool.h"
 
 namespace kernelgen {
@@ -125,11 +126,11 @@ void CudaLaunch(const Bytes& config, const Bytes& params, int64_t stream) {
                                << header.shared_memory << " bytes)";
 }
 
-// Host bytes to the device, in the order of the stream. The driver has taken pageable memory over when it returns.
-void CudaCopy(int64_t target, const Bytes& values, int device, int64_t stream) {
+// Host memory to the device, in the order of the stream. The driver has taken pageable memory over when it returns.
+void CopyToDevice(int64_t target, const void* values, size_t bytes, int device, int64_t stream) {
   const Driver& driver = Driver::Get();
   ContextGuard guard(driver, device, stream == 0);
-  driver.Check(driver.MemcpyHtoDAsync(static_cast<uint64_t>(target), values.data(), values.size(), reinterpret_cast<CUstream>(stream)),
+  driver.Check(driver.MemcpyHtoDAsync(static_cast<uint64_t>(target), values, bytes, reinterpret_cast<CUstream>(stream)),
                "cuMemcpyHtoDAsync");
 }
 
@@ -151,10 +152,56 @@ void CpuLaunch(const Bytes& phases, const Bytes& params, int64_t num_threads, in
   }
 }
 
+// ---- Plans of paged attention ---------------------------------------------------------------------------------
+
+const int32_t* Values(int64_t address) { return reinterpret_cast<const int32_t*>(address); }
+
+BatchLengths LengthsAt(int64_t starts, int64_t kv_indptr, int64_t last_page_len, int64_t seq_lens, int64_t batch, int64_t page_size) {
+  return {Values(starts), Values(kv_indptr), Values(last_page_len), Values(seq_lens), batch, page_size};
+}
+
+// BatchSizes as its bytes; kernelgen/launch/plan.py: SIZES.
+Bytes PlanSizes(int64_t starts, int64_t kv_indptr, int64_t last_page_len, int64_t seq_lens, int64_t batch, int64_t page_size) {
+  const BatchSizes sizes = sizes_of(LengthsAt(starts, kv_indptr, last_page_len, seq_lens, batch, page_size));
+  return Bytes(reinterpret_cast<const char*>(&sizes), sizeof(sizes));
+}
+
+// Arrays of a plan at `target`, on the host (device -1) or in the order of a stream on a device. `division`: its five numbers.
+// Returns twice the number of items, plus 1 where a request is split.
+int64_t PlanCut(int64_t target, int device, int64_t stream, int64_t starts, int64_t kv_indptr, int64_t last_page_len, int64_t seq_lens,
+                int64_t batch, int64_t page_size, int64_t size, int64_t table_width, const Bytes& division_bytes) {
+  Division division;
+  if (division_bytes.size() != sizeof(division)) TVM_FFI_THROW(LaunchError) << "division of " << division_bytes.size() << " bytes";
+  std::memcpy(&division, division_bytes.data(), sizeof(division));
+  const BatchLengths lengths = LengthsAt(starts, kv_indptr, last_page_len, seq_lens, batch, page_size);
+  std::vector<int32_t> staged(device < 0 ? 0 : 4 * size + 3);
+  int32_t* const arrays = device < 0 ? reinterpret_cast<int32_t*>(target) : staged.data();
+  const Items items = cut_batch(lengths, division, size, table_width, arrays);
+  if (device >= 0) CopyToDevice(target, staged.data(), staged.size() * sizeof(int32_t), device, stream);
+  return 2 * items.count + items.split;
+}
+
+bool AllWithin(int64_t values, int64_t count, int64_t low, int64_t high) { return all_within(Values(values), count, low, high); }
+
+bool StartsFit(int64_t starts, int64_t count, int64_t total) { return starts_fit(Values(starts), count, total); }
+
+bool CsrFits(int64_t kv_indptr, int64_t last_page_len, int64_t batch, int64_t num_indices, int64_t page_size) {
+  return csr_fits(Values(kv_indptr), Values(last_page_len), batch, num_indices, page_size);
+}
+
+bool AccumulateLengths(int64_t lengths, int64_t count, int64_t starts) {
+  return accumulate_lengths(Values(lengths), count, reinterpret_cast<int32_t*>(starts));
+}
+
 }  // namespace kernelgen
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_load, kernelgen::CudaLoad);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_allow_shared_memory, kernelgen::CudaAllowSharedMemory);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_launch, kernelgen::CudaLaunch);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_copy, kernelgen::CudaCopy);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cpu_launch, kernelgen::CpuLaunch);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_sizes, kernelgen::PlanSizes);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_cut, kernelgen::PlanCut);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(all_within, kernelgen::AllWithin);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(starts_fit, kernelgen::StartsFit);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(csr_fits, kernelgen::CsrFits);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(accumulate_lengths, kernelgen::AccumulateLengths);

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import kernelgen
-from kernelgen import PageTable, reference, settings
-from kernelgen.errors import NoBackendError, ShapeError
+from kernelgen import AttentionFeatures, PageTable, reference, settings
+from kernelgen.errors import DtypeError, NoBackendError, SettingsError, ShapeError
 from kernelgen.ops.joined import Joined, join_levels
 from kernelgen.reference.paged import split_cache
 from kernelgen.reference.plain import cascade_attention_plain
@@ -106,3 +106,57 @@ def test_70000_requests_are_joined_at_once() -> None:
     b = 12_345
     assert found.table.kv_indices[20 * b:20 * b + 20].tolist() == [
         *blocks[0, :8].tolist(), *blocks[1 + b // (batch // 8), :4].tolist(), *blocks[b, :8].tolist()]
+
+
+@pytest.mark.parametrize("prefix", [16, 13])
+def test_batch_invariant_bits_are_those_of_a_request_alone(prefix: int) -> None:
+    """Whoever else shares its prefix, or none: a request has the bits of a plan over its own pages."""
+    cache = random_tensor((6, 2, 8, 2, 16), torch.bfloat16, seed=4)
+    q, levels = two_levels(cache, prefix)
+    out, lse = kernelgen.cascade_attention(q, cache, levels, batch_invariant=True, return_lse=True, backend="generated")
+    exact = reference.cascade_attention(q, cache, levels)
+    assert_close_to_reference(out, exact, cascade_attention_plain(q, cache, levels), what="batch_invariant", tile_dim=-3)
+    for rows, pages, length in ((slice(0, 2), [2, 3], 5), (slice(2, 5), [4, 5], 7)):
+        own = PageTable.from_blocks(torch.tensor([pages], dtype=torch.int32), [length], 8)
+        n = rows.stop - rows.start
+        alone = kernelgen.cascade_attention(q[rows], cache, [(levels[0][0], [0, n]), (own, [0, n])], batch_invariant=True,
+                                            return_lse=True, backend="generated")
+        assert torch.equal(alone[0], out[rows]) and torch.equal(alone[1], lse[rows])
+        if prefix == 16:
+            whole = PageTable.from_blocks(torch.tensor([[0, 1, *pages]], dtype=torch.int32), [prefix + length], 8)
+            plan = kernelgen.plan_attention(whole, num_q_heads=4, num_kv_heads=2, head_dim=16, q_lens=[n], q_dtype=torch.bfloat16,
+                                            batch_invariant=True, backend="generated")
+            assert torch.equal(plan.run(q[rows], cache), out[rows])
+
+
+def test_batch_invariant_never_runs_the_oracle_unasked() -> None:
+    """Whether levels can be joined depends on where other requests' prefixes end."""
+    pair = tuple(random_tensor((6, 3 * 8 * 16 + 5), torch.bfloat16, seed=i)[:, :-5].unflatten(1, (8, 3, 16)) for i in (2, 3))
+    q, levels = two_levels(pair[0], 6)
+    with pytest.raises(NoBackendError, match="with batch_invariant"):
+        kernelgen.cascade_attention(q[:, :3], pair, levels, batch_invariant=True)
+
+
+def test_promises_are_flags() -> None:
+    cache = torch.zeros(6, 2, 8, 2, 16, dtype=torch.bfloat16)
+    q, levels = two_levels(cache, 8)
+    for name in ("batch_invariant", "deterministic"):
+        with pytest.raises(SettingsError, match=f"{name}: got 1, expected True or False"):
+            kernelgen.cascade_attention(q, cache, levels, **{name: 1})
+    assert torch.equal(kernelgen.cascade_attention(q, cache, levels, deterministic=False), kernelgen.cascade_attention(q, cache, levels))
+
+
+def test_features_are_those_of_the_arguments() -> None:
+    cache = random_tensor((6, 2, 8, 2, 16), torch.bfloat16, seed=4)
+    q, levels = two_levels(cache, 13)
+    sinks = random_tensor((4,), seed=5)
+    features = AttentionFeatures.gpt_oss(sliding_window=9, soft_cap=5.0)
+    want = kernelgen.cascade_attention(q, cache, levels, window=(8, 0), soft_cap=5.0, sinks=sinks)
+    assert torch.equal(kernelgen.cascade_attention(q, cache, levels, features=features, sinks=sinks), want)
+    with pytest.raises(SettingsError, match="sinks: got none, expected one: the features say so"):
+        kernelgen.cascade_attention(q, cache, levels, features=features)
+    with pytest.raises(SettingsError, match="window, soft_cap: got both in features and as an argument"):
+        kernelgen.cascade_attention(q, cache, levels, features=features, sinks=sinks, window=(3, 0), soft_cap=2.0)
+    mask = torch.ones(2 * 18 + 3 * 20, dtype=torch.bool)
+    with pytest.raises(DtypeError, match="mask: got torch.bool, expected packed bits"):
+        kernelgen.cascade_attention(q, cache, levels, features=AttentionFeatures(mask="packed"), mask=mask)

@@ -199,3 +199,15 @@ def test_merge_states_and_rope_round_to_the_contract() -> None:
     assert turned_q.dtype == torch.bfloat16 and torch.equal(turned_q[:, 0], q[:, 0])
     same_q, _ = kernelgen.rope(q, k, positions, inplace=True)
     assert same_q is q and torch.equal(q, turned_q) and torch.equal(k, turned_k)
+
+
+def test_plans_of_equal_variants_share_the_decision_and_nothing_else() -> None:
+    case = make_paged_cache(keys_of(), PAGE, seed=1)
+    q, table = random_tensor((4, HQ, D), torch.bfloat16, seed=9), tables(case)["blocks"]
+    made = [kernelgen.variant(lambda score, ctx: score * ctx.factor, scalars={"factor": factor}) for factor in (1.0, 0.5)]
+    plans = [kernelgen.plan_attention(table, **SIZES, variant=variant) for variant in made]
+    assert plans[0].decision is plans[1].decision
+    outs = [plan.run(q, case.kv_cache) for plan in plans for _ in range(2)]
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[2], outs[3]) and not torch.equal(outs[0], outs[2])
+    halved = kernelgen.plan_attention(table, **SIZES, scale=0.5 * D**-0.5).run(q, case.kv_cache)
+    torch.testing.assert_close(outs[2], halved, rtol=2**-7, atol=2**-7)
