@@ -73,7 +73,7 @@ def _check(suite: str, work: Workload, candidate: Candidate, operands: Any) -> t
         comparison = work.check(operands, result)
     except FAILURES as error:
         words = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return Row(suite, work.problem, candidate.name, candidate.peer, note=_without_paths(f"cannot run: {words}"[:200])), None
+        return Row(suite, work.problem, candidate.name, candidate.peer, note=without_paths(f"cannot run: {words}"[:200])), None
     if not comparison.ok:
         note = f"wrong numbers in {comparison.failing_rows} of {comparison.rows} checked rows"
     finite = math.isfinite(comparison.error)
@@ -87,7 +87,8 @@ def _chosen(decision: Any) -> str:
     return "" if chosen is None else " ".join(str(part) for part in (chosen.kernel, chosen.config) if part is not None)
 
 
-def _without_paths(text: str) -> str:
+def without_paths(text: str) -> str:
+    """One line that a results file may hold: folders are cut off."""
     return " ".join(word.rsplit("/", 1)[-1] if word.startswith(("/", "~")) else word for word in text.split())
 
 
@@ -112,6 +113,6 @@ def _time(
         except FAILURES as error:
             words = str(error).strip().splitlines()[0][:160]
             rows[candidate] = Row(suite=rows[candidate].suite, problem=work.problem, candidate=name, peer=candidate.peer,
-                                  note=_without_paths(f"right, but cannot be captured in a CUDA graph: {words}"))
+                                  note=without_paths(f"right, but cannot be captured in a CUDA graph: {words}"))
             say(f"{work.problem}: {name} is not timed: {rows[candidate].note}")
     return {by_name[name]: timing for name, timing in interleave(timers, protocol.samples).items()}
