@@ -31,13 +31,13 @@ def run(names: Sequence[str], protocol: Protocol, *, quick: bool = False, only: 
                 yield from run_case(name, work, protocol, say=say)
 
 
-def run_case(suite: str, work: Workload, protocol: Protocol, *, say: Say = print) -> tuple[Row, ...]:
-    """Check, then time, every candidate of one problem."""
+def run_case(suite: str, work: Workload, protocol: Protocol, *, peers_only: bool = False, say: Say = print) -> tuple[Row, ...]:
+    """Check, then time, every candidate of one problem, or the peers alone."""
     generator = torch.Generator(device=protocol.device).manual_seed(protocol.seed)
     first = work.operands(generator)
     right: dict[Candidate, Comparison] = {}
     rows: dict[Candidate, Row] = {}
-    present = [c for c in work.candidates() if not c.missing]
+    present = [c for c in work.candidates() if not c.missing and (c.peer or not peers_only)]
     for candidate in present:
         row, comparison = _check(suite, work, candidate, first)
         rows[candidate] = row
