@@ -31,13 +31,13 @@ def run(names: Sequence[str], protocol: Protocol, *, quick: bool = False, only: 
                 yield from run_case(name, work, protocol, say=say)
 
 
-def run_case(suite: str, work: Workload, protocol: Protocol, *, say: Say = print) -> tuple[Row, ...]:
-    """Check, then time, every candidate of one problem."""
+def run_case(suite: str, work: Workload, protocol: Protocol, *, peers_only: bool = False, say: Say = print) -> tuple[Row, ...]:
+    """Check, then time, every candidate of one problem, or the peers alone."""
     generator = torch.Generator(device=protocol.device).manual_seed(protocol.seed)
     first = work.operands(generator)
     right: dict[Candidate, Comparison] = {}
     rows: dict[Candidate, Row] = {}
-    present = [c for c in work.candidates() if not c.missing]
+    present = [c for c in work.candidates() if not c.missing and (c.peer or not peers_only)]
     for candidate in present:
         row, comparison = _check(suite, work, candidate, first)
         rows[candidate] = row
@@ -73,7 +73,7 @@ def _check(suite: str, work: Workload, candidate: Candidate, operands: Any) -> t
         comparison = work.check(operands, result)
     except FAILURES as error:
         words = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return Row(suite, work.problem, candidate.name, candidate.peer, note=_without_paths(f"cannot run: {words}"[:200])), None
+        return Row(suite, work.problem, candidate.name, candidate.peer, note=without_paths(f"cannot run: {words}"[:200])), None
     if not comparison.ok:
         note = f"wrong numbers in {comparison.failing_rows} of {comparison.rows} checked rows"
     finite = math.isfinite(comparison.error)
@@ -87,7 +87,8 @@ def _chosen(decision: Any) -> str:
     return "" if chosen is None else " ".join(str(part) for part in (chosen.kernel, chosen.config) if part is not None)
 
 
-def _without_paths(text: str) -> str:
+def without_paths(text: str) -> str:
+    """One line that a results file may hold: folders are cut off."""
     return " ".join(word.rsplit("/", 1)[-1] if word.startswith(("/", "~")) else word for word in text.split())
 
 
@@ -112,6 +113,6 @@ def _time(
         except FAILURES as error:
             words = str(error).strip().splitlines()[0][:160]
             rows[candidate] = Row(suite=rows[candidate].suite, problem=work.problem, candidate=name, peer=candidate.peer,
-                                  note=_without_paths(f"right, but cannot be captured in a CUDA graph: {words}"))
+                                  note=without_paths(f"right, but cannot be captured in a CUDA graph: {words}"))
             say(f"{work.problem}: {name} is not timed: {rows[candidate].note}")
     return {by_name[name]: timing for name, timing in interleave(timers, protocol.samples).items()}

@@ -45,6 +45,8 @@ class KernelFamily:
     coverage    () -> (problem, config or None) pairs that together reach every branch of the template; tests and
                 the compile-everything check walk it
     capabilities  of the GPUs that it is written for; empty: any that ``supports`` takes
+    grid        (problem, target) -> more configs than ``candidates`` offers, in any order and legal or not: what tools/tune.py
+                searches beside them
     division    planned attention: (problem, target, config) -> Division, how a batch is cut into items
     """
 
@@ -60,6 +62,7 @@ class KernelFamily:
     coverage: Callable[[], Iterable[tuple[Any, Any]]]
     division: Callable[[Any, Target, Any], Division] | None = None
     capabilities: tuple[int, ...] = ()
+    grid: Callable[[Any, Target], Iterable[Any]] | None = None
 
 
 # op -> modules whose FAMILY runs it, imported when the op is first used. Those of CPU kernels end in _cpu.
