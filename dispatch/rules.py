@@ -108,9 +108,12 @@ RULES: tuple[Rule, ...] = (
          "or faster above and up to 32 rows (H200, 2026-11-30, tools/bench/results/tried/h200_gemm_sm90.json)", target_kind="cuda",
          capability=(90,), when=lambda p: _plain_gemm(p) and p.m > 32 and (p.m < 384 or p.n < 1024)),
     Rule("gemm", "generated", 64, "TMA and WGMMA, b read at memory speed (H200, 2026-11-30, tools/bench/results/tried/h200_gemm_sm90.json)",
-         target_kind="cuda", capability=(90,), kernel="gemm/skinny_sm90", when=lambda p: p.m <= 64 or p.n <= 3072),
+         target_kind="cuda", capability=(90,), kernel="gemm/skinny_sm90",
+         when=lambda p: p.m <= 64 or p.n <= (8192 if p.a_dtype in ("e4m3", "e5m2") else 3072)),
     Rule("gemm", "generated", 62, "TMA and WGMMA (H200, 2026-11-30, tools/bench/results/tried/h200_gemm_sm90.json)",
          target_kind="cuda", capability=(90,), kernel="gemm/dense_sm90"),
+    Rule("grouped_gemm", "generated", 64, "TMA and WGMMA: 1.02 - 1.14 x as fast as torch._grouped_mm (H200, 2026-11-30, "
+         "tools/bench/results/tried/h200_gemm_sm90_grouped.json)", target_kind="cuda", capability=(90,), kernel="gemm/grouped_sm90"),
     Rule("", "generated", 60, "specialised for this problem"),
     Rule("", "torch", 40, "works everywhere torch does"),
     Rule("", "reference", 1, "slow eager float64 version"),

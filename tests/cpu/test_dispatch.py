@@ -190,3 +190,14 @@ def test_families_of_one_kind_import_no_module_of_the_other() -> None:
         for kind in ("cpu", "cuda"):
             assert families(op, kind) == [f for f in families(op) if f.target_kind == kind]
     assert {f.target_kind for f in all_families()} == {"cpu", "cuda"}
+
+
+def test_grouped_products_take_tma_and_wgmma_on_hopper() -> None:
+    for shape in ((8192, 7168), (3, 64)):  # whatever sizes groups have
+        chosen = kernelgen.explain("grouped_gemm", shape, (32, shape[1], 4096), (32,), target="sm_90a").chosen
+        assert chosen is not None and chosen.kernel == "gemm/grouped_sm90"
+    for target in ("sm_80", "sm_100"):
+        chosen = kernelgen.explain("grouped_gemm", (8192, 7168), (32, 7168, 4096), (32,), target=target).chosen
+        assert chosen is not None and chosen.kernel == "gemm/grouped_gemm_mma"
+    chosen = kernelgen.explain("grouped_gemm", (8192, 7164), (32, 7164, 4096), (32,), target="sm_90a").chosen
+    assert chosen is not None and chosen.kernel == "gemm/grouped_gemm_mma"  # rows aligned to 8 bytes

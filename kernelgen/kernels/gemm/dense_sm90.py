@@ -14,6 +14,7 @@ from typing import Any
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
 from kernelgen.kernels.gemm.sm90 import (
+    BLOCK_RECIPES,
     MMA_ROWS,
     POINTERS,
     ROW_BYTES,
@@ -135,30 +136,35 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
 class _Measured:
     """A config and what its tile took on an H200 (2026-11-30, docs/design/hopper.md), in microseconds.
 
-    step    128 bytes of K; promoted: with fp8 sums added to float32 totals at each
-    finish  what a tile takes beside its steps: the epilogue, as far as the next tile's products do not run beside it
+    step      128 bytes of K; promoted: with fp8 sums added to float32 totals at each; blocks: times the scales of blocks
+    finish    what a tile takes beside its steps: the epilogue, as far as the next tile's products do not run beside it
     """
 
     config: Config
     step: float
     promoted: float | None
+    blocks: float | None
     finish: float
+
+    def step_of(self, problem: GemmProblem) -> float | None:
+        return self.blocks if problem.scales in BLOCK_RECIPES else self.promoted if promotes(problem) else self.step
 
 
 _BYTES_PER_US = 4.4e6  # of an H200's memory
 _MEASURED = (
-    _Measured(Config(1, 2, 256, 4), 0.688, None, 1.6),
-    _Measured(Config(2, 2, 128, 4), 0.695, None, 1.6),
-    _Measured(Config(1, 2, 224, 4), 0.596, None, 1.4),
-    _Measured(Config(1, 3, 176, 4, slabs=1), 0.710, None, 1.6),
-    _Measured(Config(1, 2, 208, 4), 0.545, None, 1.3),
-    _Measured(Config(1, 2, 192, 4), 0.511, 0.605, 1.2),
-    _Measured(Config(1, 2, 160, 5), 0.440, 0.527, 1.1),
-    _Measured(Config(2, 2, 128, 5, pingpong=True), 0.343, None, 0.1),
-    _Measured(Config(1, 2, 128, 6), 0.361, 0.437, 1.1),
-    _Measured(Config(1, 1, 128, 8), 0.213, 0.300, 0.8),
-    _Measured(Config(1, 2, 64, 8), 0.311, 0.350, 0.8),
-    _Measured(Config(1, 1, 64, 10), 0.184, 0.240, 0.6),
+    _Measured(Config(1, 2, 256, 4), 0.688, None, None, 1.6),
+    _Measured(Config(2, 2, 128, 4), 0.695, 0.75, 0.82, 1.6),
+    _Measured(Config(1, 2, 224, 4), 0.596, None, None, 1.4),
+    _Measured(Config(1, 3, 176, 4, slabs=1), 0.710, None, None, 1.6),
+    _Measured(Config(1, 2, 208, 4), 0.545, None, None, 1.3),
+    _Measured(Config(1, 2, 192, 4), 0.511, 0.605, 0.62, 1.2),
+    _Measured(Config(1, 2, 160, 5), 0.440, 0.527, 0.63, 1.1),
+    _Measured(Config(2, 2, 176, 4, pingpong=True), 0.472, None, None, 0.1),
+    _Measured(Config(2, 2, 128, 5, pingpong=True), 0.343, None, None, 0.1),
+    _Measured(Config(1, 2, 128, 6), 0.361, 0.437, 0.51, 1.1),
+    _Measured(Config(1, 1, 128, 8), 0.213, 0.300, 0.36, 0.8),
+    _Measured(Config(1, 2, 64, 8), 0.311, 0.350, 0.39, 0.8),
+    _Measured(Config(1, 1, 64, 10), 0.184, 0.240, 0.27, 0.6),
 )
 
 
@@ -172,7 +178,7 @@ def _cost(problem: GemmProblem, target: Target, measured: _Measured) -> float:
     tiles_m, tiles_n = _tiles(problem, measured.config)
     clusters = max(1, (target.sm_count or 132) // measured.config.blocks)
     waves = -(-tiles_m * tiles_n * problem.batch // clusters)
-    step = measured.promoted if promotes(problem) else measured.step
+    step = measured.step_of(problem)
     assert step is not None
     tiles_time = waves * (-(-problem.k // depth(problem)) * step + measured.finish)
     p, size = problem, ROW_BYTES // depth(problem)
@@ -183,7 +189,7 @@ def _cost(problem: GemmProblem, target: Target, measured: _Measured) -> float:
 
 def candidates(problem: GemmProblem, target: Target) -> Iterator[Config]:
     """Legal configs, best guess first."""
-    fitting = [m for m in _MEASURED if legal(problem, target, m.config) and not (promotes(problem) and m.promoted is None)]
+    fitting = [m for m in _MEASURED if legal(problem, target, m.config) and m.step_of(problem) is not None]
     yield from (m.config for m in sorted(fitting, key=lambda m: _cost(problem, target, m)))
 
 

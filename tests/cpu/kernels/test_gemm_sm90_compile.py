@@ -23,15 +23,16 @@ TABLE = Path(__file__).with_name("ptxas_gemm_sm90.json")
 H200 = replace(Target.parse("sm_90a"), sm_count=132)
 BASE = GemmProblem(1, 4096, 4096, 4096, "bf16", "bf16", "bf16", b_order="col")
 FP8 = replace(BASE, a_dtype="e4m3", b_dtype="e4m3", scales="row")
+BLOCKS = replace(FP8, scales="block_128x128")
 FAMILIES = (dense_sm90.FAMILY, skinny_sm90.FAMILY)
 GROUPED = grouped_sm90.FAMILY
 
 
 def tuned_specs() -> list[KernelSpec]:
     """Every measured dense config, and for few rows the first choice of each power of two."""
-    dense = [(p, m.config) for m in dense_sm90._MEASURED for p, wanted in ((BASE, True), (FP8, m.promoted is not None)) if wanted]
+    dense = [(p, m.config) for m in dense_sm90._MEASURED for p in (BASE, FP8, BLOCKS) if m.step_of(p) is not None]
     specs = [dense_sm90.spec(p, H200, config) for p, config in dense]
-    for base in (BASE, FP8):
+    for base in (BASE, FP8, BLOCKS):
         for m in (1, 16, 64, 128):
             problem = replace(base, m=m)
             specs.append(skinny_sm90.spec(problem, H200, next(iter(skinny_sm90.candidates(problem, H200)))))
