@@ -11,6 +11,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 # kind -> (struct code, bytes). Pointers are addresses (tensor.data_ptr(), 0 for none).
 _KINDS = {"ptr": ("Q", 8), "i64": ("q", 8), "f64": ("d", 8), "i32": ("i", 4), "f32": ("f", 4)}
@@ -38,6 +39,10 @@ class ParamStruct:
         order = [{"ptr": 0, "i64": 1, "f64": 1, "i32": 2, "f32": 2}[kind] for _, kind in self.fields]
         if order != sorted(order):
             raise ValueError("ParamStruct fields must be ordered: pointers, 8-byte scalars, 4-byte scalars")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Specs travel between processes; what is cached here does not (a struct.Struct cannot)."""
+        return ParamStruct, (self.fields, self.tensor_maps)
 
     @cached_property
     def pointers(self) -> tuple[str, ...]:

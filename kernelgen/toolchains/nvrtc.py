@@ -116,10 +116,15 @@ def _identity(path: str, version: tuple[int, int], headers: Path) -> ToolchainId
 
 
 def _text(get_size: Any, get: Any, program: Any) -> bytes:
+    """What NVRTC writes into memory of ours.
+
+    A bytes object of one byte is shared by the whole process: an empty log's terminator, written into b" ", turned every space that
+    Python encoded afterwards into a NUL. Longer objects are our own.
+    """
     _, size = get_size(program)
-    data = b" " * size
+    data = bytes(max(size, 2))
     get(program, data)
-    return data
+    return data[:size]
 
 
 _ENTRY = re.compile(r"Compiling entry function '(?P<entry>[^']+)'")

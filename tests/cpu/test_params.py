@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import struct
 
 import pytest
@@ -45,3 +46,10 @@ def test_assertions_name_each_field() -> None:
     text = LAYOUT.assertions("Params")
     assert "sizeof(Params) == 40" in text
     assert "KERNELGEN_OFFSETOF(Params, scale) == 28" in text
+
+
+def test_travels_between_processes_after_use() -> None:
+    params = ParamStruct((("a", "ptr"), ("n", "i32")), tensor_maps=("map",))
+    assert params.pointer_packer.pack(1) and params.size
+    again = pickle.loads(pickle.dumps(params))  # noqa: S301 (our own bytes)
+    assert again == params and again.offsets == params.offsets

@@ -13,7 +13,7 @@ from kernelgen.cache.jobs import build_many
 from kernelgen.errors import CompileError, ToolchainMissing
 from kernelgen.settings import override
 from kernelgen.testing import toy
-from kernelgen.toolchains import NAMES, toolchain
+from kernelgen.toolchains import NAMES, nvrtc, toolchain
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 
@@ -95,3 +95,12 @@ def test_every_toolchain_answers(name: str) -> None:
     else:
         with pytest.raises(ToolchainMissing, match=f"{name}.*expected one of cxx, nvrtc"):
             toolchain(name).identity()
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 5])
+def test_nvrtc_never_writes_into_a_shared_bytes_object(size: int) -> None:
+    """An empty log has one byte; b" " and b"\\0" belong to the whole process."""
+    received: list[bytes] = []
+    text = nvrtc._text(lambda program: (0, size), lambda program, data: received.append(data), None)
+    assert len(text) == size and len(received[0]) >= max(size, 2)
+    assert received[0] is not bytes(2), "each call has memory of its own"

@@ -40,6 +40,11 @@ class Box:
         return self.columns * DTYPES[self.dtype].bytes
 
     @property
+    def aligned(self) -> int:
+        """Elements in 16 bytes."""
+        return 16 // DTYPES[self.dtype].bytes
+
+    @property
     def bytes(self) -> int:
         return self.rows * self.row_bytes
 
@@ -85,11 +90,15 @@ def _typed(view: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def _places(box: Box, view: torch.Tensor) -> list[Place]:
-    """In the middle, across each edge, just inside, just outside and far beyond, and in batches that do not exist."""
+    """In the middle, across each edge, just inside, just outside and far beyond, and in batches that do not exist.
+
+    Columns are multiples of 16 bytes, as tma.cuh demands, while the view ends between two of them.
+    """
     _, rows, columns = view.shape
-    at_columns = (0, -1, 3, 1 - box.columns, -box.columns, columns - box.columns, columns - 1, columns, columns + 1000)
+    step, last = box.aligned, columns // box.aligned * box.aligned
+    at_columns = (0, -step, 3 * step, step - box.columns, -box.columns, last - box.columns, last, last + step, last + 100 * step)
     at_rows = (0, -3, 1, rows - box.rows, rows - 1, rows, -box.rows)
-    return [(c, r, b) for c, r in product(at_columns, at_rows) for b in ((c + r) % 3,)] + [(0, 0, -1), (0, 0, 3), (5, 5, 2)]
+    return [(c, r, b) for c, r in product(at_columns, at_rows) for b in ((c + r) % 3,)] + [(0, 0, -1), (0, 0, 3), (step, 5, 2)]
 
 
 def _within(start: int, length: int, end: int) -> tuple[slice, slice]:
@@ -133,8 +142,9 @@ def check_save(box: Box) -> None:
     """Boxes that do not overlap, across every edge; what lies between and beyond keeps its bits."""
     whole, view = _tensor(box, seed_of("save", box))
     _, rows, columns = view.shape
-    at_columns, at_rows = (-1, box.columns, columns - 3), (2 - box.rows, 3, rows - 1)
-    places = [(c, r, b) for b in (0, 2) for c in at_columns for r in at_rows] + [(0, 0, 3), (columns, 0, 1), (0, rows, 1)]
+    step, last = box.aligned, columns // box.aligned * box.aligned
+    at_columns, at_rows = (-step, box.columns, last), (2 - box.rows, 3, rows - 1)
+    places = [(c, r, b) for b in (0, 2) for c in at_columns for r in at_rows] + [(0, 0, 3), (last + step, 0, 1), (0, rows, 1)]
     source = random_bytes((len(places), box.bytes), 2)
     want = whole.cpu()
     inside = want[:, :rows, :columns]
