@@ -126,10 +126,10 @@ for _module in ("tvm_ffi", "kernelgen.ops.attention", "kernelgen.ops.gemm", "ker
 import_module("kernelgen.toolchains.nvrtc").import_bindings()
 
 __all__ = [
-    "ArtifactMissingError", "AttentionFeatures", "AttentionPlan", "CacheError", "CompileError", "DeviceError", "DtypeError", "GraphBounds",
-    "KernelgenError", "LaunchError", "LayoutError", "MLAPlan", "NoBackendError", "PackedWeight", "PageTable", "SettingsError", "ShapeError",
-    "Target", "ToolchainMissing", "VariantError", "alibi_slopes", "append_kv", "append_mla", "attention", "attention_varlen",
-    "cascade_attention", "explain", "gemm", "grouped_gemm", "grouped_gemm_masked", "merge_states", "moe", "moe_permute", "moe_sort",
-    "moe_unpermute", "pack_weight", "plan_attention", "plan_mla", "quantize_fp8", "rmsnorm", "rope", "rope_append_kv", "route", "sdpa", "silu_and_mul",
-    "variant", "variants",
+    "ArtifactMissingError", "AttentionFeatures", "AttentionPlan", "CacheError", "CompileError", "DeviceError", "DtypeError",
+    "GraphBounds", "KernelgenError", "LaunchError", "LayoutError", "MLAPlan", "NoBackendError", "PackedWeight", "PageTable",
+    "SettingsError", "ShapeError", "Target", "ToolchainMissing", "VariantError", "alibi_slopes", "append_kv", "append_mla", "attention",
+    "attention_varlen", "cascade_attention", "explain", "gemm", "grouped_gemm", "grouped_gemm_masked", "merge_states", "moe",
+    "moe_permute", "moe_sort", "moe_unpermute", "pack_weight", "plan_attention", "plan_mla", "quantize_fp8", "rmsnorm", "rope",
+    "rope_append_kv", "route", "sdpa", "silu_and_mul", "variant", "variants",
 ]

@@ -149,3 +149,12 @@ def test_scales_of_a_batch() -> None:
     problem = replace(BASE, batch=3, m=40, n=200, k=256, a_dtype="e4m3", b_dtype="e4m3", scales="row", batched_b=True)
     for config in (Config(1, 2, 128, 6), Skinny(1, 64, 4, 2, 1, 2)):
         run(problem, config, a, b, f"{config} scales of a batch", scale_a=scale_a, scale_b=scale_b)
+
+
+@pytest.mark.parametrize("n", (1, 45, 131, 139, 259))
+def test_columns_end_inside_of_16_bytes(n: int) -> None:
+    """The copy engine would write on to the next 16 bytes, which belong to others where rows are padded."""
+    for config in (Config(1, 2, 128, 4), Config(2, 2, 128, 5, pingpong=True), Config(1, 3, 176, 4, slabs=1), Skinny(1, 64, 4, 2, 1, 2)):
+        for out_dtype in ("bf16", "fp32"):
+            a, b = operands(50, n, 136, BF16, seed=n, device=CUDA, order="rc", batch=1, batched_b=True)
+            run(replace(BASE, m=50, n=n, k=136, out_dtype=out_dtype), config, a, b, f"{config} {out_dtype} n={n}")

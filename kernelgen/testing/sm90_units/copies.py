@@ -139,11 +139,15 @@ def check_load(box: Box) -> None:
 
 
 def check_save(box: Box) -> None:
-    """Boxes that do not overlap, across every edge; what lies between and beyond keeps its bits."""
+    """Boxes that do not overlap, across every edge; what lies between and beyond keeps its bits.
+
+    Coordinates are not negative, and rows end at 16 bytes, as tma.cuh demands.
+    """
     whole, view = _tensor(box, seed_of("save", box))
+    step, last = box.aligned, view.shape[2] // box.aligned * box.aligned
+    view = view[..., :last]
     _, rows, columns = view.shape
-    step, last = box.aligned, columns // box.aligned * box.aligned
-    at_columns, at_rows = (-step, box.columns, last), (2 - box.rows, 3, rows - 1)
+    at_columns, at_rows = (0, box.columns, 2 * box.columns), (0, box.rows + 1, rows - 3)
     places = [(c, r, b) for b in (0, 2) for c in at_columns for r in at_rows] + [(0, 0, 3), (last + step, 0, 1), (0, rows, 1)]
     source = random_bytes((len(places), box.bytes), 2)
     want = whole.cpu()

@@ -3,7 +3,8 @@
 // Everything happens in the registers that hold the sums: a thread has two rows and, of every eight columns, two neighbours. The
 // result goes through shared memory, 128 bytes of a row at a time (a slab of 64 rows, swizzled like the operands), so that the copy
 // engine writes whole lines and clips what lies past the end; kSlabs slabs take turns. Rows that end inside the slab because
-// another group's begin there are written by the threads themselves, as are tiles that do not fall into slabs.
+// another group's begin there, and columns that end inside of 16 bytes, are written by the threads themselves, as are tiles that do
+// not fall into slabs.
 //
 // A gated activation makes two columns of the product one output. Where gate and up are halves of b, the tile holds kOutputs columns
 // of one half and then the same of the other, which one thread holds at the same place; where they alternate they are neighbours in
@@ -210,7 +211,10 @@ struct DenseEpilogue {
   // 64 rows from `first_row` on, all outputs of the tile. By all threads of the warpgroup.
   __device__ void run_rows(const DenseSm90Params& p, const OutputTile& tile, const float (&sums)[kSums], int first_row) {
     const bool leader = threadIdx.x % kWarpgroupThreads == 0;
-    const bool others_follow = kRowGroups && first_row + kMmaRows > tile.row_end;
+    const int outputs_end = kGated ? p.n / 2 : p.n;
+    // The copy engine clips rows, but columns only to 16 bytes: what follows in memory is not ours.
+    const bool others_follow = (kRowGroups && first_row + kMmaRows > tile.row_end) ||
+                               (outputs_end * static_cast<int>(sizeof(Out)) % 16 != 0 && tile.n + kOutputs > outputs_end);
     const int row = first_row + threadIdx.x / 32 % 4 * 16 + lane_id() / 4, first_output = tile.n;
     const Extras extras = extras_of(p, row, tile);
 #pragma unroll

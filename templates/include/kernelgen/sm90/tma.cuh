@@ -36,7 +36,8 @@ __device__ inline void tma_load_multicast(uint32_t target, const TensorMap& map,
       : "memory");
 }
 
-// Shared to global. The writes of the threads come first: tma_store_fence by each of them, then a barrier, then this.
+// Shared to global. Coordinates must not be negative (illegal instruction, H200), and of a row that does not end at a multiple of 16
+// bytes what is left of those is written too. The writes of the threads come first: tma_store_fence by each of them, then a barrier, then this.
 __device__ inline void tma_store(const TensorMap& map, uint32_t source, int column, int row, int batch) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map), "r"(source), "r"(column),
                "r"(row), "r"(batch)
