@@ -28,9 +28,8 @@ BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
 CUDA = "cuda"
 BASE = GemmProblem(1, 1, 1, 1, "bf16", "bf16", "bf16", b_order="col")
 WORDS = {"r": "row", "c": "col"}
-CONFIGS = [*(m.config for m in dense_sm90._MEASURED), Config(1, 2, 256, 4, 2, 1), Config(2, 2, 128, 4, 2, 1), Config(1, 2, 128, 6, 2, 1),
-           Config(2, 2, 80, 4), Config(1, 2, 256, 4, 1, 2), Config(2, 1, 128, 4),
-           Config(1, 2, 128, 4, 2, 2)]
+CONFIGS = [*(m.config for m in dense_sm90.MEASURED["plain"]), Config(1, 2, 256, 4, 2, 1), Config(2, 2, 128, 4, 2, 1),
+           Config(1, 2, 128, 6, 2, 1), Config(2, 2, 80, 4), Config(1, 2, 256, 4, 1, 2), Config(2, 1, 128, 4), Config(1, 2, 128, 4, 2, 2)]
 
 
 def run(problem: GemmProblem, config: Config | Skinny, a: torch.Tensor, b: torch.Tensor, what: str, **features: Any) -> torch.Tensor:
@@ -136,8 +135,10 @@ def test_fp8(dtype: str, accumulate: str, recipe: str) -> None:
         scale_a = random_tensor((1, 1, 1) if one else (1, m, 1), F32, seed=1, device=CUDA).abs() + 0.1
         scale_b = random_tensor((1, 1, 1) if one else (1, 1, n), F32, seed=2, device=CUDA).abs() + 0.1
         problem = replace(BASE, m=m, n=n, k=k, a_dtype=dtype, b_dtype=dtype, scales=recipe, accumulate=accumulate)
-        for config in (Config(1, 2, 128, 6), Config(1, 2, 128, 6, 2, 1), Config(1, 1, 64, 10),
-                       *([Skinny(1, 8, 4, 2, 2, 2)] if m == 8 else [])):
+        dense = ([*(m.config for m in dense_sm90.MEASURED["promoted"]), Config(1, 2, 128, 6, 2, 1), Config(1, 2, 192, 4, parts=3),
+                  Config(1, 3, 64, 4, slabs=1), Config(2, 2, 64, 5, pingpong=True)] if accumulate == "float32" else
+                 [Config(1, 2, 128, 6), Config(1, 2, 128, 6, 2, 1), Config(1, 1, 64, 10)])
+        for config in (*dense, *([Skinny(1, 8, 4, 2, 2, 2)] if m == 8 else [])):
             run(problem, config, a, b, f"{config} {dtype} {recipe} {accumulate} {m}x{n}x{k}", scale_a=scale_a, scale_b=scale_b)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
@@ -62,6 +62,8 @@ class Config:
     band_rows  rows of cluster tiles that are walked column by column
     pingpong   two consumers that own a tile each and take turns in multiplying
     slabs      of 64 rows of 128 bytes per consumer, through which the output leaves
+    parts      of the columns, one promoted product each: two lie in as many registers as one whole, and the tensor core fills one
+               while the other is added to the totals
     """
 
     mma_m: int
@@ -73,11 +75,13 @@ class Config:
     band_rows: int = 8
     pingpong: bool = False
     slabs: int = 2
+    parts: int = 1
 
     def __str__(self) -> str:
         words = f"{self.block_m}x{self.block_n} g{self.consumers} s{self.stages} c{self.cluster_m}x{self.cluster_n}"
         words += f" r{self.band_rows}" if self.band_rows != 8 else ""
         words += " pingpong" if self.pingpong else ""
+        words += f" p{self.parts}" if self.parts != 1 else ""
         return words + (f" b{self.slabs}" if self.slabs != 2 else "")
 
     @property
@@ -88,14 +92,29 @@ class Config:
     def blocks(self) -> int:
         return self.cluster_m * self.cluster_n
 
-    def tma_out(self, out_bytes: int, gated: bool) -> bool:
+    def tma_out(self, gated: bool) -> bool:
         """The output leaves in slabs of 128 bytes of a row, the last of a multiple of 16 columns."""
         return self.block_n // (2 if gated else 1) % 16 == 0
 
-    def shared_memory(self, out_bytes: int, gated: bool) -> int:
-        """Dynamic shared memory in bytes: DenseSm90::kSharedBytes of the header."""
-        slabs = self.consumers * self.slabs * _SLAB_BYTES if self.tma_out(out_bytes, gated) else 0
-        return self.stages * (self.block_m + self.block_n) * ROW_BYTES + slabs + -(-2 * self.stages * 8 // 128) * 128
+
+def shared_memory(problem: GemmProblem, config: Config) -> int:
+    """Dynamic shared memory in bytes of a launch: DenseSm90::kSharedBytes of the header."""
+    p, c = problem, config
+    slabs = c.consumers * c.slabs * _SLAB_BYTES if c.tma_out(p.gated) else 0
+    stage = (c.block_m + c.block_n) * ROW_BYTES + _round_up(4 * _scales_of_stage(p, c), 128)
+    return c.stages * stage + slabs + _round_up(2 * c.stages * 8, 128)
+
+
+def _scales_of_stage(problem: GemmProblem, config: Config) -> int:
+    """Scales of blocks that a stage holds: of each row, and each run of columns that share one wherever a tile begins."""
+    if problem.scales not in BLOCK_RECIPES:
+        return 0
+    width = config.block_n // (2 if splits(problem) else 1)
+    return config.block_m + config.block_n // math.gcd(width, BLOCK_RECIPES[problem.scales])
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
 
 
 def supports(problem: GemmProblem, target: Target) -> Verdict:
@@ -106,16 +125,18 @@ def supports(problem: GemmProblem, target: Target) -> Verdict:
 def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
     """Does the config fit the problem and the target: registers, shared memory, boxes?"""
     c = config
-    # Promoted, 64 rows at a time have sums of their own.
-    sums = (c.mma_m + (1 if promotes(problem) else 0)) * c.block_n // 2
-    sums += c.block_n // 4 if problem.scales == "block_1x128" else 0  # a scale for each of a thread's columns
+    # Promoted, two products have sums of their own.
+    sums = c.mma_m * c.block_n // 2 + (c.block_n // c.parts if promotes(problem) else 0)
+    sums += c.block_n // 8 if problem.scales == "block_1x128" else 0  # scales of columns, read while sums are added
     half = problem.n // 2
-    shared = c.shared_memory(DTYPES[problem.out_dtype].bytes, problem.gated)
+    shared = shared_memory(problem, c)
     boxes_b = max(c.cluster_m, 2 if splits(problem) else 1)
     mn_boxes = (c.block_n // MMA_ROWS, boxes_b) if problem.b_order == "row" else (c.block_n // 8, boxes_b)
     return first_no(
         (c.mma_m >= 1 and c.consumers in _MAX_SUMS and c.stages >= 2, f"config {c}: expected 1 to 3 consumers and 2 stages or more"),
         (not c.pingpong or c.consumers == 2, f"config {c}: two consumers take turns"),
+        (c.parts == 1 or promotes(problem) and c.block_n % (8 * c.parts) == 0,
+         f"config {c}: only promoted sums are taken in parts, of a multiple of 8 columns"),
         (c.slabs in (1, 2, 4), f"config {c}: 1, 2 or 4 slabs"),
         (c.cluster_m in (1, 2) and c.cluster_n in (1, 2), f"config {c}: clusters of up to 2 x 2"),
         (c.block_n % 8 == 0 and 8 <= c.block_n <= 256, f"block_n {c.block_n}: WGMMA has 8 to 256 columns in steps of 8"),
@@ -132,40 +153,56 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
     )
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """A config and what its tile took on an H200 (2026-11-30, docs/design/hopper.md), in microseconds.
-
-    step      128 bytes of K; promoted: with fp8 sums added to float32 totals at each; blocks: times the scales of blocks
-    finish    what a tile takes beside its steps: the epilogue, as far as the next tile's products do not run beside it
-    """
+class Measured(NamedTuple):
+    """A config and what its tile took on an H200, in microseconds: 128 bytes of K (``step``), and what it takes beside its steps,
+    mostly the epilogue, as far as the next tile's products do not run beside it (``finish``)."""
 
     config: Config
     step: float
-    promoted: float | None
-    blocks: float | None
     finish: float
-
-    def step_of(self, problem: GemmProblem) -> float | None:
-        return self.blocks if problem.scales in BLOCK_RECIPES else self.promoted if promotes(problem) else self.step
 
 
 _BYTES_PER_US = 4.4e6  # of an H200's memory
-_MEASURED = (
-    _Measured(Config(1, 2, 256, 4), 0.688, None, None, 1.6),
-    _Measured(Config(2, 2, 128, 4), 0.695, 0.75, 0.82, 1.6),
-    _Measured(Config(1, 2, 224, 4), 0.596, None, None, 1.4),
-    _Measured(Config(1, 3, 176, 4, slabs=1), 0.710, None, None, 1.6),
-    _Measured(Config(1, 2, 208, 4), 0.545, None, None, 1.3),
-    _Measured(Config(1, 2, 192, 4), 0.511, 0.605, 0.62, 1.2),
-    _Measured(Config(1, 2, 160, 5), 0.440, 0.527, 0.63, 1.1),
-    _Measured(Config(2, 2, 176, 4, pingpong=True), 0.472, None, None, 0.1),
-    _Measured(Config(2, 2, 128, 5, pingpong=True), 0.343, None, None, 0.1),
-    _Measured(Config(1, 2, 128, 6), 0.361, 0.437, 0.51, 1.1),
-    _Measured(Config(1, 1, 128, 8), 0.213, 0.300, 0.36, 0.8),
-    _Measured(Config(1, 2, 64, 8), 0.311, 0.350, 0.39, 0.8),
-    _Measured(Config(1, 1, 64, 10), 0.184, 0.240, 0.27, 0.6),
-)
+# 2026-11-30, docs/design/hopper.md. "promoted": fp8 sums added to float32 totals at each step; "blocks": times their scales.
+MEASURED: dict[str, tuple[Measured, ...]] = {
+    "plain": (
+        Measured(Config(1, 2, 256, 4), 0.688, 1.6),
+        Measured(Config(2, 2, 128, 4), 0.695, 1.6),
+        Measured(Config(1, 2, 224, 4), 0.596, 1.4),
+        Measured(Config(1, 3, 176, 4, slabs=1), 0.710, 1.6),
+        Measured(Config(1, 2, 208, 4), 0.545, 1.3),
+        Measured(Config(1, 2, 192, 4), 0.511, 1.2),
+        Measured(Config(1, 2, 160, 5), 0.440, 1.1),
+        Measured(Config(2, 2, 176, 4, pingpong=True), 0.472, 0.1),
+        Measured(Config(2, 2, 128, 5, pingpong=True), 0.343, 0.1),
+        Measured(Config(1, 2, 128, 6), 0.361, 1.1),
+        Measured(Config(1, 1, 128, 8), 0.213, 0.8),
+        Measured(Config(1, 2, 64, 8), 0.311, 0.8),
+        Measured(Config(1, 1, 64, 10), 0.184, 0.6),
+    ),
+    "promoted": (
+        Measured(Config(2, 2, 128, 4, parts=2), 0.858, 2.56),
+        Measured(Config(1, 2, 192, 4, parts=2), 0.623, 2.10),
+        Measured(Config(1, 2, 176, 4, parts=2), 0.570, 2.61),
+        Measured(Config(1, 2, 160, 5, parts=2), 0.524, 2.34),
+        Measured(Config(1, 2, 128, 6), 0.397, 2.15),
+        Measured(Config(1, 1, 128, 8), 0.297, 1.39),
+        Measured(Config(1, 2, 64, 8), 0.318, 0.87),
+        Measured(Config(1, 1, 64, 10), 0.186, 1.18),
+    ),
+    "blocks": (
+        Measured(Config(2, 2, 128, 4, parts=2, slabs=1), 1.094, 0.75),
+        Measured(Config(1, 2, 192, 4, parts=2), 0.746, 0.44),
+        Measured(Config(1, 2, 160, 5, parts=2), 0.685, 0.46),
+        Measured(Config(1, 2, 128, 5), 0.497, 0.66),
+        Measured(Config(1, 1, 128, 8), 0.329, 0.37),
+        Measured(Config(1, 1, 64, 10), 0.243, 0.27),
+    ),
+}
+
+
+def _kind(problem: GemmProblem) -> str:
+    return "blocks" if problem.scales in BLOCK_RECIPES else "promoted" if promotes(problem) else "plain"
 
 
 def _tiles(problem: GemmProblem, config: Config) -> tuple[int, int]:
@@ -173,14 +210,12 @@ def _tiles(problem: GemmProblem, config: Config) -> tuple[int, int]:
     return -(-problem.m // (config.block_m * config.cluster_m)), -(-problem.n // (config.block_n * config.cluster_n))
 
 
-def _cost(problem: GemmProblem, target: Target, measured: _Measured) -> float:
+def _cost(problem: GemmProblem, target: Target, measured: Measured) -> float:
     """Estimated microseconds: waves of tiles, and no faster than memory."""
     tiles_m, tiles_n = _tiles(problem, measured.config)
     clusters = max(1, (target.sm_count or 132) // measured.config.blocks)
     waves = -(-tiles_m * tiles_n * problem.batch // clusters)
-    step = measured.step_of(problem)
-    assert step is not None
-    tiles_time = waves * (-(-problem.k // depth(problem)) * step + measured.finish)
+    tiles_time = waves * (-(-problem.k // depth(problem)) * measured.step + measured.finish)
     p, size = problem, ROW_BYTES // depth(problem)
     memory = p.batch * size * (p.m * p.k + p.k * p.n + p.m * p.n) / _BYTES_PER_US
     # Where memory is the limit, less work is still the better bet.
@@ -189,7 +224,7 @@ def _cost(problem: GemmProblem, target: Target, measured: _Measured) -> float:
 
 def candidates(problem: GemmProblem, target: Target) -> Iterator[Config]:
     """Legal configs, best guess first."""
-    fitting = [m for m in _MEASURED if legal(problem, target, m.config) and m.step_of(problem) is not None]
+    fitting = [m for m in MEASURED[_kind(problem)] if legal(problem, target, m.config)]
     yield from (m.config for m in sorted(fitting, key=lambda m: _cost(problem, target, m)))
 
 
@@ -200,11 +235,11 @@ def spec(problem: GemmProblem, target: Target, config: Config) -> KernelSpec:
 
 def spec_of(problem: GemmProblem, target: Target, config: Config, entry: str, grouping: str) -> KernelSpec:
     """That of a dense or grouped product; ``grouping``: of grouping.cuh."""
-    p, c, out_bytes = problem, config, DTYPES[problem.out_dtype].bytes
+    p, c = problem, config
     parameters = options(
-        p, c.block_n, mma_m=c.mma_m, consumers=c.consumers, block_n=c.block_n, stages=c.stages, cluster_m=c.cluster_m,
-        cluster_n=c.cluster_n, band_rows=c.band_rows, pingpong=c.pingpong, slabs=c.slabs, tma_out=c.tma_out(out_bytes, p.gated),
-        shared_memory=c.shared_memory(out_bytes, p.gated), entry=entry, grouping=grouping)
+        p, c.block_n // c.parts, mma_m=c.mma_m, consumers=c.consumers, block_n=c.block_n, parts=c.parts, stages=c.stages,
+        cluster_m=c.cluster_m, cluster_n=c.cluster_n, band_rows=c.band_rows, pingpong=c.pingpong, slabs=c.slabs, tma_out=c.tma_out(p.gated),
+        shared_memory=shared_memory(p, c), entry=entry, grouping=grouping)
     return KernelSpec.make(
         "_".join([entry, *words(p), *str(c).split()]), "gemm/dense_sm90.cu.jinja", "nvrtc", parameters,
         params=PARAMS, params_type="kernelgen::DenseSm90Params", entries=(entry,), target=target,
@@ -222,7 +257,7 @@ def _maps(problem: GemmProblem, config: Config, t: Any, box_a: int) -> list[Any]
         tensor_map("map_b", "b", t.b.mT if major_b else t.b, (k, c.block_n // boxes_b) if major_b else (MMA_ROWS, k)),
     ]
     out_bytes = DTYPES[p.out_dtype].bytes
-    if c.tma_out(out_bytes, p.gated):
+    if c.tma_out(p.gated):
         columns, outputs = ROW_BYTES // out_bytes, c.block_n // (2 if p.gated else 1)
         maps.append(tensor_map("map_out", "out", t.out, (columns, MMA_ROWS)))
         maps.append(tensor_map("map_rest", "out", t.out, (outputs % columns or columns, MMA_ROWS), swizzled=outputs % columns == 0))
@@ -243,7 +278,7 @@ def closure(problem: GemmProblem, config: Config, kernel: Any, tensors: Any, til
     clusters = min(tiles, max(1, target_of(t.a.device).sm_count // c.blocks))
     launch = kernel.prepare(
         t.a.device.index or 0, grid=(clusters * c.blocks, 1, 1), block=(128 * (c.consumers + 1), 1, 1), cluster=(c.blocks, 1, 1),
-        programmatic=True, shared_memory=c.shared_memory(DTYPES[p.out_dtype].bytes, p.gated), tensor_maps=_maps(p, c, t, box_a))
+        programmatic=True, shared_memory=shared_memory(p, c), tensor_maps=_maps(p, c, t, box_a))
     tail = PARAMS.pack_scalars(scalars(p, t) | {
         "tiles_m": tiles_m, "tiles_n": tiles_n, "tiles": tiles, "groups": p.batch, "batched_a": int(t.a.shape[0] > 1)})
     blank, pack, pointers = bytes(128 * len(PARAMS.tensor_maps)), PARAMS.pointer_packer.pack, addresses(p)
@@ -271,9 +306,9 @@ def coverage() -> Iterable[tuple[GemmProblem, Config | None]]:
     yield fp8, Config(1, 2, 128, 6)
     yield replace(fp8, accumulate="fast", scales="tensor"), Config(1, 2, 256, 4, 2, 1)
     yield replace(fp8, a_dtype="e5m2", b_dtype="e5m2", out_dtype="fp32"), Config(1, 2, 128, 4)
-    yield replace(fp8, scales="block_128x128"), Config(1, 2, 192, 4)
-    yield replace(fp8, scales="block_128x128", activation="swiglu"), Config(2, 2, 128, 4)
-    yield replace(fp8, scales="block_1x128", bias=True, bias_dtype="bf16"), Config(1, 2, 128, 6)
+    yield replace(fp8, scales="block_128x128"), Config(1, 2, 192, 4, parts=2)
+    yield replace(fp8, scales="block_128x128", activation="swiglu"), Config(2, 2, 128, 3, parts=2)
+    yield replace(fp8, scales="block_1x128", bias=True, bias_dtype="bf16"), Config(1, 2, 160, 5, parts=2)
 
 
 FAMILY = KernelFamily(

@@ -32,7 +32,7 @@
 
 namespace kernelgen {
 
-// `Options` is the rendered file's struct of compile-time constants: Element (of a, b), Out, Bias, C; kMmaM, kConsumers, kBlockN,
+// `Options` is the rendered file's struct of compile-time constants: Element (of a, b), Out, Bias, C; kMmaM, kConsumers, kBlockN, kParts,
 // kStages, kSlabs, kClusterM, kClusterN, kBandRows, kPingpong; kRowA, kRowB (row order); kTmaOut (out goes through shared memory); kBias, kActivation,
 // kGate, kAccumulate, kScales, kPromote, kBlockScales, kScaleColumns (of b, that share a scale of blocks), kGrouping
 template <class Options>
@@ -43,6 +43,7 @@ struct DenseSm90 : Options {
   using Options::kClusterN;
   using Options::kConsumers;
   using Options::kMmaM;
+  using Options::kParts;
   using Options::kPingpong;
   using Options::kPromote;
   using Options::kStages;
@@ -63,12 +64,15 @@ struct DenseSm90 : Options {
   static constexpr bool kMajorKA = Options::kRowA, kMajorKB = !Options::kRowB;
   using TileA = SmemTile<T, kBlockM, kDepth, kMajorKA>;
   using TileB = SmemTile<T, kBlockN, kDepth, kMajorKB>;
-  using Product = Wgmma<T, kBlockN>;
+  static constexpr int kColumns = kBlockN / kParts;
+  using Product = Wgmma<T, kColumns>;
+  static_assert(kBlockN % kParts == 0 && (kPromote || kParts == 1), "parts are for promoted sums");
 
   static constexpr int kBlocks = kClusterM * kClusterN;
   static_assert(!kRowGroups || kBlocks == 1, "neighbouring tiles of groups share nothing");
   static_assert(kGrouping != Grouping::kDepth || !kPingpong, "each consumer skips as many stages as the other takes");
-  using Ring = Pipeline<kStages, kPingpong ? 4 : 4 * kConsumers, kBlocks>;
+  using Scales = typename scales_of_blocks<Options, Epilogue, kBlockM, Options::kBlockScales>::type;
+  using Ring = Pipeline<kStages, kPingpong ? 4 : 4 * kConsumers, kBlocks, 1 + Scales::kFillers>;
 
   // Registers: 65,536 / 128 = 512 for the warpgroups together; the producer's addresses need few.
   static constexpr int kProducerRegisters = kConsumers == 1 ? 56 : kConsumers == 2 ? 40 : 32;
@@ -76,7 +80,8 @@ struct DenseSm90 : Options {
 
   static constexpr int kStageBytes = TileA::kBytes + TileB::kBytes;
   static constexpr int kStoreAt = kStages * kStageBytes;
-  static constexpr int kBarriersAt = kStoreAt + kConsumers * Epilogue::kStoreBytes;
+  static constexpr int kScalesAt = kStoreAt + kConsumers * Epilogue::kStoreBytes;
+  static constexpr int kBarriersAt = kScalesAt + kStages * Scales::kBytes;
   static constexpr int kSharedBytes = kBarriersAt + round_up(Ring::kBytes, 128);
 
   // A box: what one TMA instruction brings of an operand. Groups of few rows need few boxes of a.
@@ -138,21 +143,25 @@ struct DenseSm90 : Options {
     __syncwarp();  // what follows takes whole warps
   }
 
-  // Two consumers that add up after each step take turns in issuing products: those of one run while the other adds. Without it both
-  // wait for the same stage, their products interleave, and both add at the same time.
-  static constexpr bool kTurns = kPromote && kConsumers == 2 && !kPingpong;
+  __device__ static uint32_t scales_of(uint32_t shared, int stage) { return shared + kScalesAt + stage * Scales::kBytes; }
 
-  __device__ static void take_turn(int group) {
-    if constexpr (kTurns) named_barrier_sync(kTurn + group, 2 * kWarpgroupThreads);
-  }
-  __device__ static void give_turn(int group) {
-    if constexpr (kTurns) named_barrier_arrive(kTurn + (group ^ 1), 2 * kWarpgroupThreads);
+  // By another warp.
+  __device__ static void produce_scales(const DenseSm90Params& p, const Ring& ring, uint32_t shared, Tiles tiles, int index, int step) {
+    typename Ring::Position at;
+    OutputTile tile;
+    for (; tiles.find(p, index, tile); index += step) {
+      for (int k = tile.k_first; k < tile.k_end; k += kDepth, at.advance()) {
+        ring.wait_empty(at);
+        Scales::copy(scales_of(shared, at.stage), p, tile, k / kDepth);
+        cp_async_arrive(ring.full(at.stage));
+      }
+    }
   }
 
-  // The products of one stage for 64 of this warpgroup's rows; `keep` false begins from zero.
-  __device__ static void multiply_rows(float (&sums)[kBlockN / 2], uint32_t stage, int first_row, int step, bool keep) {
-    Product::template shared<!kMajorKA, !kMajorKB>(sums, TileA::descriptor(stage, first_row, step),
-                                                   TileB::descriptor(stage + TileA::kBytes, 0, step), keep || step > 0);
+  // The products of one stage for 64 of this warpgroup's rows and kColumns columns; `keep` false begins from zero.
+  __device__ static void multiply_part(float (&sums)[kColumns / 2], uint32_t stage, int row, int column, int step, bool keep) {
+    Product::template shared<!kMajorKA, !kMajorKB>(sums, TileA::descriptor(stage, row, step),
+                                                   TileB::descriptor(stage + TileA::kBytes, column, step), keep || step > 0);
   }
 
   __device__ static void multiply(float (&sums)[kMmaM][kBlockN / 2], uint32_t stage, int first_row, bool keep) {
@@ -162,7 +171,7 @@ struct DenseSm90 : Options {
 #pragma unroll
     for (int step = 0; step < TileA::kSteps; ++step) {
 #pragma unroll
-      for (int m = 0; m < kMmaM; ++m) multiply_rows(sums[m], stage, first_row + m * kMmaRows, step, keep);
+      for (int m = 0; m < kMmaM; ++m) multiply_part(sums[m], stage, first_row + m * kMmaRows, 0, step, keep);
     }
     wgmma_commit();
   }
@@ -207,49 +216,93 @@ struct DenseSm90 : Options {
       at.advance();
     }
     end_turn(at, group, ceil_div(tile.k_end - tile.k_first, kDepth));
-    if (kGrouping == Grouping::kDepth && unread < 0) {
-      clear(sums);
-      return;
-    }
     wgmma_wait<0>();
-    ring.release(unread);
 #pragma unroll
     for (int m = 0; m < kMmaM; ++m) hold(sums[m]);
+    if (kGrouping == Grouping::kDepth && unread < 0) {
+      clear(sums);  // an empty group
+    } else {
+      ring.release(unread);
+    }
   }
 
-  // The same, every 128 of K promoted to float32 totals; 64 rows at a time, which share the registers of their sums.
+  // Promoted, a step is kUnits products of 64 rows by kColumns columns from zero. Their sums lie in two buffers in turn: those in one
+  // are added to the totals while the tensor core fills the other, so that it need not wait.
+  static constexpr int kUnits = kMmaM * kParts;
+  using Buffers = float[2][kColumns / 2];
+
+  __device__ static void multiply_unit(float (&sums)[kColumns / 2], uint32_t stage, int first_row, int unit) {
+    hold(sums);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < TileA::kSteps; ++step) {
+      multiply_part(sums, stage, first_row + unit / kParts * kMmaRows, unit % kParts * kColumns, step, false);
+    }
+    wgmma_commit();
+  }
+
+  // Waits for the stage at `at`, and issues the first unit's products of its step.
+  __device__ static void begin_step(float (&sums)[kColumns / 2], typename Scales::Step& step, const DenseSm90Params& p, const Ring& ring,
+                                    uint32_t shared, const OutputTile& tile, const typename Ring::Position& at, int first_row, int k) {
+    const uint32_t stage = shared + at.stage * kStageBytes;
+    ring.wait_full(at);
+    clear_others(p, tile, stage, k);
+    multiply_unit(sums, stage, first_row, 0);
+    Scales::load(step, scales_of(shared, at.stage), first_row);
+  }
+
+  // The step at `k`, whose first unit is under way in buffer kFirst; with kMore begins the one behind it, `next`.
+  template <int kFirst, bool kMore>
+  __device__ static void promote(Sums& totals, Buffers& buffers, const typename Scales::Step& step, typename Scales::Step& next,
+                                 const DenseSm90Params& p, const Ring& ring, uint32_t shared, const OutputTile& tile,
+                                 typename Ring::Position& at, int first_row, int k) {
+    const int stage = at.stage;
+    at.advance();
+#pragma unroll
+    for (int unit = 0; unit < kUnits; ++unit) {
+      float(&mine)[kColumns / 2] = buffers[(kFirst + unit) % 2];
+      float(&other)[kColumns / 2] = buffers[(kFirst + unit + 1) % 2];
+      const bool last = unit + 1 == kUnits;
+      if (!last) {
+        multiply_unit(other, shared + stage * kStageBytes, first_row, unit + 1);
+      } else if constexpr (kMore) {
+        begin_step(other, next, p, ring, shared, tile, at, first_row, k + kDepth);
+      }
+      if (kMore || !last) {
+        wgmma_wait<1>();
+      } else {
+        wgmma_wait<0>();
+      }
+      if (last && !Scales::kHoldsStage) ring.release(stage);
+      hold(mine);
+      Scales::add(totals[unit / kParts], mine, step, unit / kParts, unit % kParts * kColumns);
+      if (last && Scales::kHoldsStage) {
+        __syncwarp();
+        ring.release(stage);
+      }
+    }
+  }
+
+  // The same as accumulate(), every 128 of K promoted to float32 totals. (Two steps in the loop, and one place for each way to end:
+  // with one step ptxas takes sums for unfinished that are not, and waits for each product. A test reads its log.)
   __device__ static void accumulate_promoted(Sums& totals, const DenseSm90Params& p, const Ring& ring, uint32_t shared,
                                              const OutputTile& tile, typename Ring::Position& at, int first_row, int group) {
-    using Scales = typename scales_of_blocks<Options, Epilogue, Options::kBlockScales>::type;
-    const Scales scales(p, tile, tile.m + first_row);
-    typename Scales::Step now, next;  // loaded a step ahead: from L2 it takes as long as the products of one
-    scales.load(now, p, 0);
     clear(totals);
-    for (int k = tile.k_first; k < tile.k_end; k += kDepth) {
-      const uint32_t stage = shared + at.stage * kStageBytes;
-      ring.wait_full(at);
-      clear_others(p, tile, stage, k);
-#pragma unroll
-      for (int m = 0; m < kMmaM; ++m) {
-        float sums[kBlockN / 2];
-        take_turn(group);
-        hold(sums);
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < TileA::kSteps; ++step) multiply_rows(sums, stage, first_row + m * kMmaRows, step, false);
-        wgmma_commit();
-        give_turn(group);
-        if (m == 0) {
-          scales.load_wide(now, p, k / kDepth);
-          if (k + kDepth < tile.k_end) scales.load(next, p, k / kDepth + 1);
-        }
-        wgmma_wait<0>();
-        if (m == kMmaM - 1) ring.release(at.stage);
-        hold(sums);
-        Scales::add(totals[m], sums, now, m);
-      }
-      now = next;
-      at.advance();
+    int k = tile.k_first;
+    if (kGrouping == Grouping::kDepth && k == tile.k_end) return;
+    Buffers buffers;
+    typename Scales::Step even, odd;  // steps 0, 2, ... and 1, 3, ...
+    constexpr int kSecond = kUnits % 2;  // the buffer that odd steps begin with
+    begin_step(buffers[0], even, p, ring, shared, tile, at, first_row, k);
+    for (; k + 2 * kDepth < tile.k_end; k += 2 * kDepth) {
+      promote<0, true>(totals, buffers, even, odd, p, ring, shared, tile, at, first_row, k);
+      promote<kSecond, true>(totals, buffers, odd, even, p, ring, shared, tile, at, first_row, k + kDepth);
+    }
+    if (k + kDepth < tile.k_end) {
+      promote<0, true>(totals, buffers, even, odd, p, ring, shared, tile, at, first_row, k);
+      promote<kSecond, false>(totals, buffers, odd, even, p, ring, shared, tile, at, first_row, k + kDepth);
+    } else {
+      promote<0, false>(totals, buffers, even, odd, p, ring, shared, tile, at, first_row, k);
     }
     end_turn(at, group, ceil_div(tile.k_end - tile.k_first, kDepth));
   }
@@ -263,15 +316,10 @@ struct DenseSm90 : Options {
   }
 
   // A consumer none of whose rows are the tile's gives the stages back.
-  __device__ static void pass(const Ring& ring, const OutputTile& tile, typename Ring::Position& at, int group) {
+  __device__ static void pass(const Ring& ring, const OutputTile& tile, typename Ring::Position& at) {
     for (int k = tile.k_first; k < tile.k_end; k += kDepth, at.advance()) {
       ring.wait_full(at);
       ring.release(at.stage);
-#pragma unroll
-      for (int m = 0; m < kMmaM; ++m) {
-        take_turn(group);
-        give_turn(group);
-      }
     }
   }
 
@@ -279,7 +327,7 @@ struct DenseSm90 : Options {
                                  int group) {
     const int first_row = kPingpong ? 0 : group * kRows;
     typename Ring::Position at;
-    if ((kPingpong || kTurns) && group == 1) named_barrier_arrive(kTurn, 2 * kWarpgroupThreads);  // the first turn is the other's
+    if (kPingpong && group == 1) named_barrier_arrive(kTurn, 2 * kWarpgroupThreads);  // the first turn is the other's
     if (kPingpong && group == 1) {
       at.skip(ceil_div(p.k, kDepth));
       index += step;
@@ -291,7 +339,7 @@ struct DenseSm90 : Options {
     for (; tiles.find(p, index, tile); index += step) {
       if constexpr (kPingpong) named_barrier_sync(kTurn + group, 2 * kWarpgroupThreads);
       if (kRowGroups && tile.m + first_row >= tile.row_end) {
-        pass(ring, tile, at, group);
+        pass(ring, tile, at);
         continue;
       }
       if constexpr (kPromote) {
@@ -339,6 +387,7 @@ struct DenseSm90 : Options {
     if (group == kConsumers) {
       give_registers<kProducerRegisters>();
       if (warp == 4 * kConsumers) produce(p, ring, shared, tiles, cluster, clusters, rank_m, rank_n);
+      if (Options::kBlockScales && warp == 4 * kConsumers + 1) produce_scales(p, ring, shared, tiles, cluster, clusters);
     } else {
       take_registers<kConsumerRegisters>();
       consume(p, ring, shared, tiles, cluster, clusters, group);

@@ -134,18 +134,22 @@ struct SkinnySm90 : Options {
     for (int m = 0; m < kMmaM; ++m) hold(sums[m]);
   }
 
+  __device__ static void clear(Sums& sums) {
+#pragma unroll
+    for (int m = 0; m < kMmaM; ++m) {
+#pragma unroll
+      for (int i = 0; i < kTokens / 2; ++i) sums[m][i] = 0.0f;
+    }
+  }
+
   // The products of every kGroups-th stage of [begin, end).
   __device__ static void accumulate(Sums& totals, const SkinnySm90Params& p, const Ring& ring, uint32_t shared, int first_output,
                                     int batch, int group, int begin, int end) {
     const int steps = end - begin;
     typename Ring::Position at;
     at.skip(group);
-#pragma unroll
-    for (int m = 0; m < kMmaM; ++m) {
-#pragma unroll
-      for (int i = 0; i < kTokens / 2; ++i) totals[m][i] = 0.0f;
-    }
     if constexpr (kPromote) {
+      clear(totals);
       // The tensor core adds fp8 products up with some 14 bits: 128 of K from zero, then to the float32 totals.
       using Scales = SkinnyBlockScales<Options, SkinnySm90Params>;
       const Scales scales(p, batch, shared + kSharedBytes, begin * kBlocksK, [&](int row) { return column_of_b(p, first_output, row); });
@@ -181,7 +185,7 @@ struct SkinnySm90 : Options {
         hold_all(totals);
         wgmma_fence();
 #pragma unroll
-        for (int block = 0; block < kBlocksK; ++block) multiply(totals, shared + at.stage * kStageBytes, block, true);
+        for (int block = 0; block < kBlocksK; ++block) multiply(totals, shared + at.stage * kStageBytes, block, step > group || block > 0);
         wgmma_commit();
         if (step > group) {
           wgmma_wait<1>();
@@ -192,6 +196,7 @@ struct SkinnySm90 : Options {
       }
       wgmma_wait<0>();
       hold_all(totals);
+      if (steps <= group) clear(totals);  // not before: sums that others define too are waited for, product by product
     }
   }
 

@@ -21,6 +21,11 @@ __device__ inline void barrier_arrive(uint32_t barrier) {
 }
 
 // Arrives, and makes the phase wait for so many bytes of TMA as well.
+// Arrives when the cp.async copies of this thread are done.
+__device__ inline void cp_async_arrive(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 __device__ inline void barrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }

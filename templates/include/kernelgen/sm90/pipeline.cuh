@@ -3,6 +3,8 @@
 //   producer   wait_empty(s); expect(s, bytes); tma_load(..., full(s)) ...; s.advance()
 //   consumer   wait_full(s); products ...; release(s) by every warp, once its products have read the stage; s.advance()
 //
+// Others may add to a stage by cp.async: `Fillers` counts the producer and each of their threads, which arrive by cp_async_arrive(full(s)).
+//
 // With multicast a stage is filled by several blocks of the cluster, so each producer waits for the consumers of all of them:
 // `Blocks` is their number, and release() arrives at each.
 #pragma once
@@ -33,7 +35,7 @@ struct RingPosition {
   }
 };
 
-template <int Stages, int ConsumerWarps, int Blocks = 1>
+template <int Stages, int ConsumerWarps, int Blocks = 1, int Fillers = 1>
 struct Pipeline {
   static constexpr int kBytes = 2 * Stages * 8;
   using Position = RingPosition<Stages>;
@@ -46,7 +48,7 @@ struct Pipeline {
   // By one thread; barrier_init_fence and a block (or cluster) barrier must follow.
   __device__ void init() const {
     for (int stage = 0; stage < Stages; ++stage) {
-      barrier_init(full(stage), 1);
+      barrier_init(full(stage), Fillers);
       barrier_init(empty(stage), ConsumerWarps * Blocks);
     }
   }
