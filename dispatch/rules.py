@@ -34,6 +34,11 @@ class Rule:
         )
 
 
+# Rows of a up to which skinny_sm90 is the better Hopper product whatever the estimate of the other says, which knows tiles and not how
+# much of b is on its way (H200, 2026-11-30: at 8 rows its choices took 1.3 - 1.7 x the time).
+FEW_ROWS = 64
+
+
 def _nothing_masked(p: Any) -> bool:
     """Dense attention of which every row sees every key: what torch's kernels do as the contract says, NaN included."""
     return p.layout == "dense" and not (p.causal or p.windowed or p.kv_lens or p.mask or p.block_mask or p.variant)
@@ -85,6 +90,13 @@ def _few_tasks(p: Any, target: Target) -> bool:
     return not p.batch_invariant and keys >= max(LONG_KEYS, KEYS_PER_QUERY * queries) and tasks < target.sm_count
 
 
+def _skinny(p: Any, target: Target) -> bool:
+    """Few rows, where b's bytes are what counts, and else by the estimates of both Hopper products (imported when one is called)."""
+    from kernelgen.kernels.gemm import dense_sm90, skinny_sm90
+
+    return p.m <= FEW_ROWS or skinny_sm90.estimate(p, target) <= dense_sm90.estimate(p, target)
+
+
 def _plain_gemm(p: Any) -> bool:
     return not (p.bias or p.activation or p.accumulate_c) and p.a_dtype == p.b_dtype == p.out_dtype and p.a_dtype in ("bf16", "fp16")
 
@@ -104,12 +116,11 @@ RULES: tuple[Rule, ...] = (
     Rule("attention", "torch", 70, "cuDNN in torch 2.11 takes 0.39 - 0.74 x the time of prefill_mma, measured in bf16, D 64, 128, 256, "
          "1k - 16k, and so expected in fp16 (H200, 2026-11-29, `kernelgen bench attention`); with a mask it lets a NaN of a "
          "masked key through", target_kind="cuda", capability=(90,), when=_cudnn_attention),
-    Rule("gemm", "torch", 70, "cuBLAS takes 0.63 - 1.06 x the time of our products at M = 64 and 128, 0.86 x of narrow ones; they are even "
-         "or faster above and up to 32 rows (H200, 2026-11-30, tools/bench/results/tried/h200_gemm_sm90.json)", target_kind="cuda",
-         capability=(90,), when=lambda p: _plain_gemm(p) and p.m > 32 and (p.m < 384 or p.n < 1024)),
-    Rule("gemm", "generated", 64, "TMA and WGMMA, b read at memory speed (H200, 2026-11-30, tools/bench/results/tried/h200_gemm_sm90.json)",
-         target_kind="cuda", capability=(90,), kernel="gemm/skinny_sm90",
-         when=lambda p: p.m <= 64 or p.n <= (8192 if p.a_dtype in ("e4m3", "e5m2") else 3072)),
+    Rule("gemm", "torch", 70, "cuBLAS takes 0.74 - 1.15 x the time of our products at M = 192 and 256, 0.83 x of narrow ones at 512; up to "
+         "128 rows ours are 0.9 - 1.5 x as fast, above even (H200, 2026-11-30, tools/bench/results/h200_gemm_hopper.json)",
+         target_kind="cuda", capability=(90,), when=lambda p: _plain_gemm(p) and p.m > 128 and (p.m < 384 or p.n < 1024)),
+    Rule("gemm", "generated", 64, "TMA and WGMMA for few rows or columns: by the estimates of both Hopper products, whose figures were "
+         "measured on an H200 (2026-11-30)", target_kind="cuda", capability=(90,), kernel="gemm/skinny_sm90", fits=_skinny),
     Rule("gemm", "generated", 62, "TMA and WGMMA (H200, 2026-11-30, tools/bench/results/tried/h200_gemm_sm90.json)",
          target_kind="cuda", capability=(90,), kernel="gemm/dense_sm90"),
     Rule("grouped_gemm", "generated", 64, "TMA and WGMMA: 0.96 - 1.12 x as fast as torch._grouped_mm (H200, 2026-11-30, "

@@ -51,7 +51,7 @@ def test_dense(config: Config, scales: str) -> None:
 @pytest.mark.parametrize("scales", RECIPES)
 @pytest.mark.parametrize("config", SKINNY, ids=str)
 def test_skinny(config: Skinny, scales: str) -> None:
-    for m in {1, config.tokens // 2 + 1, config.tokens}:
+    for m in {1, config.tokens // 2 + 1, config.tokens, 2 * config.tokens + 3}:
         for n, k in ((256, 384), (72, 16), (1000, 1168), (8, 4096)):
             for major in ("rr", "cc"):
                 run(Product(m, n, k, scales=scales, scale_major=major), config)

@@ -77,7 +77,8 @@ def test_configs_and_orders(config: Config, order: str) -> None:
 @pytest.mark.parametrize("order", ("rc", "rr"))
 @pytest.mark.parametrize("split_k", (1, 2, 4, 8))
 def test_few_rows(split_k: int, order: str) -> None:
-    for m, tokens, mma_m, blocks_k in ((1, 8, 1, 2), (8, 8, 2, 1), (13, 16, 1, 2), (40, 64, 1, 1), (128, 128, 2, 1)):
+    for m, tokens, mma_m, blocks_k in ((1, 8, 1, 2), (8, 8, 2, 1), (13, 16, 1, 2), (40, 64, 1, 1), (128, 128, 2, 1), (300, 128, 1, 2),
+                                       (129, 32, 1, 1)):
         for n, k in ((256, 1024), (328, 264), (64, 8), (1032, 1160)):
             a, b = operands(m, n, k, BF16, seed=k + m, device=CUDA, order=order, batch=1, batched_b=True)
             problem = replace(BASE, m=m, n=n, k=k, b_order=WORDS[order[1]])
@@ -94,6 +95,7 @@ def test_batches_and_padded_rows(batched_b: bool) -> None:
     problem = replace(BASE, batch=3, m=136, n=200, k=264, a_dtype="fp16", b_dtype="fp16", out_dtype="fp16", batched_b=batched_b)
     for config in (Config(1, 2, 128, 4), Config(1, 2, 256, 4, 2, 1)):
         run(problem, config, a, b, f"{config} batch of 3")
+    run(problem, Skinny(1, 64, 4, 2, 2, 2), a, b, "tiles of few rows, batch of 3")
     run(replace(problem, m=40), Skinny(1, 64, 4, 2, 2, 2), a[:, :40], b, "few rows, batch of 3")
 
 
@@ -102,7 +104,7 @@ def test_batches_and_padded_rows(batched_b: bool) -> None:
 @pytest.mark.parametrize("config", (Config(1, 2, 256, 4, 2, 1), Config(1, 2, 128, 4), Config(2, 2, 128, 4, 1, 2),
                                     Config(2, 2, 128, 5, pingpong=True), Skinny(2, 64, 4, 1, 2, 2), Skinny(1, 64, 4, 2, 2, 1)), ids=str)
 def test_gates(config: Config | Skinny, order: str, gate_up: str) -> None:
-    for m, n, k in ((200, 528, 192), (64, 272, 72)) if isinstance(config, Config) else ((50, 528, 192), (64, 272, 72)):
+    for m, n, k in ((200, 528, 192), (64, 272, 72)) if isinstance(config, Config) else ((50, 528, 192), (64, 272, 72), (70, 272, 72)):
         a, b = operands(m, n, k, BF16, seed=k, device=CUDA, order=order, batch=1, batched_b=True)
         bias = random_tensor((n,), BF16, seed=3, device=CUDA)
         problem = replace(BASE, m=m, n=n, k=k, b_order=WORDS[order[1]], activation="swiglu", gate_up=gate_up, bias=True, bias_dtype="bf16")
@@ -120,7 +122,7 @@ def test_epilogue(activation: str | None, out_dtype: torch.dtype, bias_dtype: to
         problem = replace(BASE, m=m, n=n, k=k, out_dtype=dtype_name(out_dtype), activation=activation, bias=bias is not None,
                           bias_dtype=dtype_name(bias_dtype) if bias_dtype else None, accumulate_c=c is not None,
                           c_dtype=dtype_name(c_dtype) if c_dtype else None)
-        for config in (Config(1, 2, 128, 4), *([Skinny(1, 128, 4, 1, 2, 2)] if m <= 128 else [])):
+        for config in (Config(1, 2, 128, 4), Skinny(1, 128, 4, 1, 2, 2)):
             run(problem, config, a, b, f"{config} {activation} {m}x{n}x{k}", bias=bias, c=c, beta=-0.5)
 
 
@@ -138,7 +140,7 @@ def test_fp8(dtype: str, accumulate: str, recipe: str) -> None:
         dense = ([*(m.config for m in dense_sm90.MEASURED["promoted"]), Config(1, 2, 128, 6, 2, 1), Config(1, 2, 192, 4, parts=3),
                   Config(1, 3, 64, 4, slabs=1), Config(2, 2, 64, 5, pingpong=True)] if accumulate == "float32" else
                  [Config(1, 2, 128, 6), Config(1, 2, 128, 6, 2, 1), Config(1, 1, 64, 10)])
-        for config in (*dense, *([Skinny(1, 8, 4, 2, 2, 2)] if m == 8 else [])):
+        for config in (*dense, Skinny(1, 8, 4, 2, 2, 2) if m == 8 else Skinny(1, 64, 4, 2, 1, 2)):
             run(problem, config, a, b, f"{config} {dtype} {recipe} {accumulate} {m}x{n}x{k}", scale_a=scale_a, scale_b=scale_b)
 
 

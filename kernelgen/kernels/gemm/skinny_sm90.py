@@ -1,10 +1,11 @@
-"""Host side of gemm/skinny_sm90: products of up to 128 rows on Hopper, at the speed of reading b.
+"""Host side of gemm/skinny_sm90: products of few rows on Hopper, at the speed of reading b, and of few columns with K shared out.
 
 The kernel and its data flow: templates/include/kernelgen/gemm/skinny_sm90.cuh; choices and measurements: docs/design/hopper.md.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -18,6 +19,7 @@ from kernelgen.kernels.gemm.sm90 import (
     ROW_BYTES,
     addresses,
     depth,
+    kind_of_sums,
     options,
     promotes,
     scalars,
@@ -42,7 +44,8 @@ PARAMS = ParamStruct((
     ("beta", "f32"),
 ), tensor_maps=("map_a", "map_b"))
 ENTRY = "gemm_skinny_sm90"
-MAX_ROWS = 128  # of a
+MAX_ROWS = 1024  # of a; above it tiles of 128 rows fill the chip without shares of K
+_TOKENS = (8, 16, 32, 64, 128)
 _MAX_SUMS = 192
 _RESERVED_SHARED_MEMORY = 1024  # per block, taken by the driver
 
@@ -73,29 +76,24 @@ class Config:
     def columns(self) -> int:
         return self.mma_m * MMA_ROWS
 
-    @property
-    def shared_memory(self) -> int:
-        """Dynamic shared memory in bytes: SkinnySm90::kSharedBytes of the header."""
-        ring = self.stages * self.blocks_k * (self.columns + self.tokens) * ROW_BYTES
-        sums = -(-self.groups * self.tokens * (self.columns + 4) * 4 // 128) * 128
-        return max(ring, sums) + -(-2 * self.stages * 8 // 128) * 128
+
+def shared_memory(problem: GemmProblem, config: Config) -> int:
+    """Dynamic shared memory in bytes of a launch: SkinnySm90::kSharedBytes of the header."""
+    c = config
+    scales = _round_up(4 * (c.columns + c.tokens), 128) if problem.scales in BLOCK_RECIPES else 0
+    ring = c.stages * c.blocks_k * ((c.columns + c.tokens) * ROW_BYTES + scales)
+    sums = _round_up(c.groups * c.tokens * (c.columns + 4) * 4, 128)
+    return max(ring, sums) + _round_up(2 * c.stages * 8, 128)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
 
 
 def _split(problem: GemmProblem, config: Config) -> tuple[int, int]:
     """Stages that K takes, and how many of them a block of a cluster takes at most."""
     stages = -(-problem.k // (depth(problem) * config.blocks_k))
     return stages, -(-stages // config.split_k)
-
-
-def _staged_scales(problem: GemmProblem, config: Config) -> int:
-    """Bytes of a's scales of blocks in shared memory, where it has many rows: kStaged of skinny_scales_sm90.cuh."""
-    c = config
-    return _split(problem, c)[1] * c.blocks_k * c.tokens * 4 if problem.scales in BLOCK_RECIPES and c.tokens >= 32 else 0
-
-
-def _shared_memory(problem: GemmProblem, config: Config) -> int:
-    """Dynamic shared memory in bytes of a launch."""
-    return config.shared_memory + _staged_scales(problem, config)
 
 
 def supports(problem: GemmProblem, target: Target) -> Verdict:
@@ -114,9 +112,9 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
     c = config
     sums = c.mma_m * c.tokens // 2 * (2 if promotes(problem) else 1)
     sums += c.tokens // 4 if problem.scales in BLOCK_RECIPES else 0  # scales of a thread's rows of a
-    shared = _shared_memory(problem, c)
+    shared = shared_memory(problem, c)
     return first_no(
-        (problem.m <= c.tokens <= MAX_ROWS and c.tokens % 8 == 0, f"config {c}: {problem.m} rows of a do not fit {c.tokens}"),
+        (c.tokens % 8 == 0 and 8 <= c.tokens <= _TOKENS[-1], f"config {c}: expected a multiple of 8 rows, at most {_TOKENS[-1]}"),
         (c.mma_m in (1, 2) and c.blocks_k >= 1, f"config {c}: 1 or 2 parts of at least one box"),
         # A warpgroup gives a stage back once it has the next one: with fewer than two each the ring would stand still. And a stage
         # stays with one warpgroup: another, which did not wait for its last filling, could take that for the next.
@@ -131,59 +129,81 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
 
 
 def _configs(problem: GemmProblem) -> Iterator[Config]:
-    tokens = next((n for n in (8, 16, 32, 64, 128) if n >= problem.m), MAX_ROWS)
+    tokens = next((n for n in _TOKENS if n >= problem.m), _TOKENS[-1])
     for mma_m, split_k, blocks_k, groups in product((1, 2), (1, 2, 4, 8), (2, 1), (1, 2)):
-        stage = blocks_k * (mma_m * MMA_ROWS + tokens) * ROW_BYTES
-        staged = _staged_scales(problem, Config(mma_m, tokens, 0, blocks_k, groups, split_k))
+        one, two = (shared_memory(problem, Config(mma_m, tokens, stages, blocks_k, groups, split_k)) for stages in (32, 64))
         for budget in (109 << 10, 220 << 10):  # two blocks per SM, or one
-            yield Config(mma_m, tokens, min((budget - staged) // stage, 12) // groups * groups, blocks_k, groups, split_k)
+            yield Config(mma_m, tokens, min(budget * 32 // (two - one), 12) // groups * groups, blocks_k, groups, split_k)
 
 
 @dataclass(frozen=True)
 class _Model:
-    """Microseconds, fitted to 16 problems x 9 - 11 configs on an H200 (2026-11-30); its choices are within 3.5 % of the best of them.
+    """Microseconds, fitted to all legal configs of 43, 20 and 20 problems on an H200 (2026-11-30, tools/tune.py). Choices are within 1.3,
+    1.7 and 3.6 % of the best in the mean; at worst 13, 8 and 36 (128 rows, 2112 columns).
 
     step        128 bytes of K in one block, whatever the tile; row: for each row of the two tiles more
     pace        (rows of a, 128 bytes of K, the same with a ring of 160 KB or more): what one warpgroup takes at least; with few
                 rows as its products wait for each other, with 64 and more for shared memory, which blocks of an SM share
+    groups, parts  times that, with several warpgroups and with two parts of b
     wave        from one set of resident blocks to the next
-    split       per block of a cluster
+    cluster     sharing K at all, split: per block of a cluster
     sum         a float32 sum of the tile: leaving, collecting and finishing it
-    bytes_per_us  of b from memory
+    bytes_per_us  of b from memory; from_l2: of both operands, where several rows of tiles read them
     """
 
-    step: float = 0.069
-    row: float = 0.00056
-    wave: float = 1.66
-    split: float = 0.26
-    sum: float = 0.00098
-    bytes_per_us: float = 4.4e6
-    pace: tuple[tuple[int, float, float], ...] = (
-        (8, 0.155, 0.155), (16, 0.225, 0.225), (32, 0.27, 0.27), (64, 0.33, 0.24), (128, 0.4, 0.25))
+    step: float
+    row: float
+    wave: float
+    cluster: float
+    split: float
+    sum: float
+    bytes_per_us: float
+    from_l2: float
+    pace: tuple[tuple[int, float, float], ...]
+    groups: float
+    parts: float
 
 
-_MODEL = _Model()
+# By kind of sums, as in dense_sm90.
+_MODELS = {
+    "plain": _Model(0.075, 0.00021, 0.54, 1.12, 0.174, 0.00055, 3.82e6, 13.1e6, groups=1.15, parts=2.07, pace=(
+        (8, 0.105, 0.062), (16, 0.121, 0.071), (32, 0.141, 0.075), (64, 0.176, 0.084), (128, 0.147, 0.147))),
+    "promoted": _Model(0.095, 0.00032, 1.42, 0.42, 0.206, 0.00048, 3.82e6, 13.1e6, groups=1.02, parts=1.59, pace=(
+        (8, 0.112, 0.096), (16, 0.119, 0.101), (32, 0.153, 0.052), (64, 0.163, 0.113), (128, 0.228, 0.122))),
+    "blocks": _Model(0.101, 0.00070, 1.09, 0.92, 0.165, 0.00056, 3.71e6, 13.1e6, groups=0.95, parts=2.01, pace=(
+        (8, 0.111, 0.100), (16, 0.145, 0.128), (32, 0.209, 0.157), (64, 0.128, 0.079), (128, 0.385, 0.051))),
+}
+
+
+def _pace(model: _Model, config: Config, shared: int, beside: int) -> float:
+    """Microseconds that 128 bytes of K take a warpgroup at least; ``beside``: blocks of an SM."""
+    c = config
+    _, short, deep = next(row for row in model.pace if row[0] >= c.tokens)
+    pace = (deep if shared >= 160 << 10 else short) * (beside if c.tokens >= 64 else 1)
+    return pace * (model.groups if c.groups > 1 else 1) * (model.parts if c.mma_m > 1 else 1)
 
 
 def _cost(problem: GemmProblem, target: Target, config: Config) -> float:
     """Estimated microseconds: waves of blocks, each at its own pace or at that of memory."""
-    c, model, sms = config, _MODEL, target.sm_count or 132
-    blocks = -(-problem.n // c.columns) * problem.batch * c.split_k
-    shared = _shared_memory(problem, c)
+    c, model, sms = config, _MODELS[kind_of_sums(problem)], target.sm_count or 132
+    row_tiles = -(-problem.m // c.tokens)
+    blocks = row_tiles * -(-problem.n // c.columns) * problem.batch * c.split_k
+    shared = shared_memory(problem, c)
     resident = max(1, (target.shared_memory_per_block + _RESERVED_SHARED_MEMORY) // (shared + _RESERVED_SHARED_MEMORY))
     slots = sms * resident
     waves = -(-blocks // slots)
     steps = _split(problem, c)[1] * c.blocks_k
-    pace = 0.0
-    if not promotes(problem):
-        _, short, deep = next(row for row in model.pace if row[0] >= c.tokens)
-        beside = -(-min(blocks, slots) // sms) if c.tokens >= 64 else 1
-        pace = (deep if shared >= 160 << 10 else short) * beside
-    alone = steps * max(model.step + model.row * (c.columns + c.tokens), pace)
-    memory = steps * c.columns * ROW_BYTES / model.bytes_per_us  # per block
+    alone = steps * max(model.step + model.row * (c.columns + c.tokens), _pace(model, c, shared, -(-min(blocks, slots) // sms)))
+    # Per block.
+    memory = steps * ROW_BYTES * (c.columns / model.bytes_per_us if row_tiles == 1 else (c.columns + c.tokens) / model.from_l2)
     full, last = max(alone, memory * min(blocks, slots)), max(alone, memory * (blocks - (waves - 1) * slots))
-    ends = waves * (model.wave + model.sum * c.tokens * c.columns) + model.split * (c.split_k if c.split_k > 1 else 0)
+    ends = waves * (model.wave + model.sum * c.tokens * c.columns) + (model.cluster + model.split * c.split_k if c.split_k > 1 else 0)
     return (waves - 1) * full + last + ends
+
+
+def estimate(problem: GemmProblem, target: Target) -> float:
+    """Microseconds that the first candidate is expected to take."""
+    return min((_cost(problem, target, c) for c in _configs(problem) if legal(problem, target, c)), default=math.inf)
 
 
 def candidates(problem: GemmProblem, target: Target) -> Iterator[Config]:
@@ -197,7 +217,7 @@ def spec(problem: GemmProblem, target: Target, config: Config) -> KernelSpec:
     p, c = problem, config
     parameters = options(
         p, c.tokens, mma_m=c.mma_m, tokens=c.tokens, stages=c.stages, blocks_k=c.blocks_k, groups=c.groups, split_k=c.split_k,
-        vector_out=True, shared_memory=c.shared_memory)
+        vector_out=True, shared_memory=shared_memory(p, c))
     return KernelSpec.make(
         "_".join(["gemm_skinny_sm90", *words(p), *str(c).split()]), "gemm/skinny_sm90.cu.jinja", "nvrtc", parameters,
         params=PARAMS, params_type="kernelgen::SkinnySm90Params", entries=(ENTRY,), target=target,
@@ -211,10 +231,11 @@ def bind(problem: GemmProblem, config: Config, kernel: Any, tensors: GemmTensors
     stages, per_block = _split(p, c)
     box_b = (k, c.columns // 2 if splits(p) else c.columns) if major_b else (MMA_ROWS, k)
     maps = [tensor_map("map_a", "a", t.a, (k, c.tokens)), tensor_map("map_b", "b", t.b.mT if major_b else t.b, box_b)]
-    tiles = -(-p.n // c.columns)
+    tiles = -(-p.n // c.columns) * -(-p.m // c.tokens)
+    threads = 128 * c.groups + (64 if p.scales in BLOCK_RECIPES else 32)
     launch = kernel.prepare(
-        t.a.device.index or 0, grid=(tiles * c.split_k, p.batch, 1), block=(128 * c.groups + 32, 1, 1), cluster=(c.split_k, 1, 1),
-        programmatic=True, shared_memory=_shared_memory(p, c), tensor_maps=maps)
+        t.a.device.index or 0, grid=(tiles * c.split_k, p.batch, 1), block=(threads, 1, 1), cluster=(c.split_k, 1, 1),
+        programmatic=True, shared_memory=shared_memory(p, c), tensor_maps=maps)
     tail = PARAMS.pack_scalars(scalars(p, t) | {"stages": stages, "per_block": per_block})
     blank, pack, pointers = bytes(128 * len(PARAMS.tensor_maps)), PARAMS.pointer_packer.pack, addresses(p)
 

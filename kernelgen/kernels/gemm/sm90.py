@@ -33,6 +33,11 @@ def promotes(problem: GemmProblem) -> bool:
     return problem.a_dtype in _FP8 and (problem.accumulate == "float32" or problem.scales in BLOCK_RECIPES)
 
 
+def kind_of_sums(problem: GemmProblem) -> str:
+    """What is done with the tensor core's sums, by which kernels are measured: "plain", "promoted" or, times scales, "blocks"."""
+    return "blocks" if problem.scales in BLOCK_RECIPES else "promoted" if promotes(problem) else "plain"
+
+
 def depth(problem: GemmProblem) -> int:
     """Elements of K in 128 bytes."""
     return ROW_BYTES // DTYPES[problem.a_dtype].bytes

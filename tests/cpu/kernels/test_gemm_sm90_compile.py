@@ -109,7 +109,7 @@ def test_illegal_configs_say_why() -> None:
         (dense_sm90, BASE, C(2, 2, 256, 2), "accumulators"), (dense_sm90, BASE, C(1, 2, 256, 6), "shared memory"),
         (dense_sm90, replace(BASE, b_order="row"), C(1, 2, 208, 4), "64 columns"),
         (dense_sm90, BASE, C(1, 1, 64, 4, pingpong=True), "turns"),
-        (dense_sm90, BASE, C(1, 2, 260, 4), "steps of 8"), (skinny_sm90, replace(BASE, m=17), S(1, 16, 4), "17 rows"),
+        (dense_sm90, BASE, C(1, 2, 260, 4), "steps of 8"), (skinny_sm90, replace(BASE, m=17), S(1, 136, 4), "at most 128"),
         (skinny_sm90, replace(BASE, m=1), S(1, 8, 4, split_k=3), "clusters of"),
         (skinny_sm90, replace(BASE, m=1), S(1, 8, 1), "two or more"),
         (skinny_sm90, replace(BASE, m=1), S(1, 8, 7, groups=4), "two or more"),

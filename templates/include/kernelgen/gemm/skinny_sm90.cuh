@@ -1,4 +1,5 @@
-// out = activation(scale * (a @ b) + bias) + beta * c on Hopper for few rows of a: a matter of reading b at memory speed.
+// out = activation(scale * (a @ b) + bias) + beta * c on Hopper for few rows of a: a matter of reading b at memory speed. More rows
+// are tiles of kTokens: where the columns are few, shares of K are what fills the chip.
 //
 // The product is computed transposed, b^T a^T, so that the 64 rows of a WGMMA are columns of b and the rows of a, rounded up to
 // kTokens, are its N: nothing is multiplied in vain. A block has kMmaM * 64 columns of b and a share of K:
@@ -59,14 +60,15 @@ struct SkinnySm90 : Options {
   using Options::kTokens;
 
   static constexpr int kConsumerThreads = kGroups * kWarpgroupThreads;
-  static constexpr int kThreads = kConsumerThreads + kWarpSize;
+  static constexpr int kThreads = kConsumerThreads + (Options::kBlockScales ? 2 : 1) * kWarpSize;
   static constexpr int kRows = kMmaM * kMmaRows;  // columns of b
   static constexpr int kDepth = kSwizzleRowBytes / static_cast<int>(sizeof(T));
   static constexpr bool kMajorK = !Options::kRowB;
   using TileB = SmemTile<T, kRows, kDepth, kMajorK>;
   using TileA = SmemTile<T, kTokens, kDepth, true>;
   using Product = Wgmma<T, kTokens>;
-  using Ring = Pipeline<kStages, 4>;
+  using Scales = SkinnyBlockScales<Options, SkinnySm90Params>;
+  using Ring = Pipeline<kStages, 4, 1, 1 + Scales::kFillers>;
   static_assert(kStages >= 2 * kGroups, "a warpgroup gives a stage back once it has its next one");
   // Waiting names a parity, so only who waited for the last filling of a stage may wait for the next.
   static_assert(kStages % kGroups == 0, "a stage stays with one warpgroup");
@@ -79,8 +81,9 @@ struct SkinnySm90 : Options {
   static constexpr int kStageBytes = kBlocksK * (TileA::kBytes + TileB::kBytes);
   static constexpr int kPitch = kRows + 4;  // of the sums, in floats: the lanes of a warp write to different banks
   static constexpr int kSumBytes = kTokens * kPitch * 4;
-  static constexpr int kBarriersAt = max_of(kStages * kStageBytes, round_up(kGroups * kSumBytes, 128));
-  static constexpr int kSharedBytes = kBarriersAt + round_up(Ring::kBytes, 128);  // staged scales of blocks lie behind
+  static constexpr int kScalesAt = kStages * kStageBytes;
+  static constexpr int kBarriersAt = max_of(kScalesAt + kStages * kBlocksK * Scales::kBytes, round_up(kGroups * kSumBytes, 128));
+  static constexpr int kSharedBytes = kBarriersAt + round_up(Ring::kBytes, 128);
   static constexpr int kBoxB = kMajorK ? (kSplit ? kRows / 2 : kRows) : TileB::kRowElements;
 
   // Of column `row` of the block's tile, as a column of b.
@@ -93,8 +96,12 @@ struct SkinnySm90 : Options {
     }
   }
 
-  __device__ static void produce(const SkinnySm90Params& p, const Ring& ring, uint32_t shared, int first_output, int batch, int begin,
-                                 int end) {
+  // Where a block's outputs lie.
+  struct Tile {
+    int token, output, batch;  // the first of each
+  };
+
+  __device__ static void produce(const SkinnySm90Params& p, const Ring& ring, uint32_t shared, const Tile& tile, int begin, int end) {
     typename Ring::Position at;
     for (int step = begin; step < end; ++step) {
       ring.wait_empty(at);
@@ -105,13 +112,32 @@ struct SkinnySm90 : Options {
         const int k = (step * kBlocksK + block) * kDepth;
 #pragma unroll
         for (int row = 0; row < kRows; row += kBoxB) {
-          const int column = column_of_b(p, first_output, row), b = p.batched_b ? batch : 0;
+          const int column = column_of_b(p, tile.output, row), b = p.batched_b ? tile.batch : 0;
           tma_load(target + row * kSwizzleRowBytes, p.map_b, ring.full(at.stage), kMajorK ? k : column, kMajorK ? column : k, b);
         }
-        tma_load(target + TileB::kBytes, p.map_a, ring.full(at.stage), k, 0, batch);
+        tma_load(target + TileB::kBytes, p.map_a, ring.full(at.stage), k, tile.token, tile.batch);
         target += TileA::kBytes + TileB::kBytes;
       }
       at.advance();
+    }
+  }
+
+  __device__ static uint32_t scales_of(uint32_t shared, int stage, int block) {
+    return shared + kScalesAt + (stage * kBlocksK + block) * Scales::kBytes;
+  }
+
+  // By another warp.
+  __device__ static void produce_scales(const SkinnySm90Params& p, const Ring& ring, uint32_t shared, const Tile& tile, int begin,
+                                        int end) {
+    typename Ring::Position at;
+    for (int step = begin; step < end; ++step, at.advance()) {
+      ring.wait_empty(at);
+#pragma unroll
+      for (int block = 0; block < kBlocksK; ++block) {
+        Scales::copy(scales_of(shared, at.stage, block), p, tile.token, tile.batch, step * kBlocksK + block,
+                     [&](int row) { return column_of_b(p, tile.output, row); });
+      }
+      cp_async_arrive(ring.full(at.stage));
     }
   }
 
@@ -143,22 +169,14 @@ struct SkinnySm90 : Options {
   }
 
   // The products of every kGroups-th stage of [begin, end).
-  __device__ static void accumulate(Sums& totals, const SkinnySm90Params& p, const Ring& ring, uint32_t shared, int first_output,
-                                    int batch, int group, int begin, int end) {
+  __device__ static void accumulate(Sums& totals, const SkinnySm90Params& p, const Ring& ring, uint32_t shared, const Tile& tile,
+                                    int group, int begin, int end) {
     const int steps = end - begin;
     typename Ring::Position at;
     at.skip(group);
     if constexpr (kPromote) {
       clear(totals);
       // The tensor core adds fp8 products up with some 14 bits: 128 of K from zero, then to the float32 totals.
-      using Scales = SkinnyBlockScales<Options, SkinnySm90Params>;
-      const Scales scales(p, batch, shared + kSharedBytes, begin * kBlocksK, [&](int row) { return column_of_b(p, first_output, row); });
-      if constexpr (Scales::kStaged) {
-        scales.stage(p, end * kBlocksK, threadIdx.x, kConsumerThreads);
-        named_barrier_sync(1, kConsumerThreads);
-      }
-      typename Scales::Step now, next;
-      scales.load(now, p, (begin + group) * kBlocksK);
       Sums sums;
       for (int step = group; step < steps; step += kGroups) {
         ring.wait_full(at);
@@ -168,13 +186,13 @@ struct SkinnySm90 : Options {
           wgmma_fence();
           multiply(sums, shared + at.stage * kStageBytes, block, false);
           wgmma_commit();
-          scales.load_staged(now, (begin + step) * kBlocksK + block);
-          scales.load(next, p, block + 1 < kBlocksK ? (begin + step) * kBlocksK + block + 1 : (begin + step + kGroups) * kBlocksK);
+          typename Scales::Step scales;
+          Scales::load(scales, scales_of(shared, at.stage, block));
           wgmma_wait<0>();
           hold_all(sums);
-          Scales::add(totals, sums, now);
-          now = next;
+          Scales::add(totals, sums, scales);
         }
+        __syncwarp();  // all lanes have read their scales
         ring.release(at.stage);
         at.skip(kGroups);
       }
@@ -215,8 +233,8 @@ struct SkinnySm90 : Options {
   }
 
   // Eight neighbouring sums of a token over all warpgroups of the cluster, scaled, with bias.
-  __device__ static void collect(float (&x)[8], const SkinnySm90Params& p, uint32_t shared, int token, int row, int column,
-                                 int batch) {
+  __device__ static void collect(float (&x)[8], const SkinnySm90Params& p, uint32_t shared, const Tile& tile, int token, int row,
+                                 int column) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[i] = 0.0f;
     const uint32_t source = shared + (token * kPitch + row) * 4;
@@ -231,25 +249,26 @@ struct SkinnySm90 : Options {
       }
     }
     if constexpr (Options::kScales || Options::kBias) {
-      const float scale_a = Options::kScales ? p.scale_a[batch * p.scale_a_batch + static_cast<int64_t>(token) * p.scale_a_row] : 1.0f;
+      const int64_t row_of_a = tile.token + token;
+      const float scale_a = Options::kScales ? p.scale_a[tile.batch * p.scale_a_batch + row_of_a * p.scale_a_row] : 1.0f;
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int j = min(column + i, p.n - 1);
-        if constexpr (Options::kScales) x[i] *= scale_a * p.scale_b[batch * p.scale_b_batch + static_cast<int64_t>(j) * p.scale_b_column];
-        if constexpr (Options::kBias) x[i] += to_float(static_cast<const typename Options::Bias*>(p.bias)[batch * p.bias_batch + j]);
+        if constexpr (Options::kScales) x[i] *= scale_a * p.scale_b[tile.batch * p.scale_b_batch + static_cast<int64_t>(j) * p.scale_b_column];
+        if constexpr (Options::kBias) x[i] += to_float(static_cast<const typename Options::Bias*>(p.bias)[tile.batch * p.bias_batch + j]);
       }
     }
   }
 
-  __device__ static void finish(const SkinnySm90Params& p, uint32_t shared, int token, int piece, int first_output, int batch) {
-    const int column = first_output + 8 * piece, outputs = kGated ? p.n / 2 : p.n, count = outputs - column;
+  __device__ static void finish(const SkinnySm90Params& p, uint32_t shared, const Tile& tile, int token, int piece) {
+    const int column = tile.output + 8 * piece, outputs = kGated ? p.n / 2 : p.n, count = outputs - column;
     if (count <= 0) return;
     float y[8];
     if constexpr (kGated) {
       float first[8], second[8];
       const int row = kSplit ? 8 * piece : 16 * piece, further = kSplit ? row + kOutputs : row + 8;
-      collect(first, p, shared, token, row, column_of_b(p, first_output, row), batch);
-      collect(second, p, shared, token, further, column_of_b(p, first_output, further), batch);
+      collect(first, p, shared, tile, token, row, column_of_b(p, tile.output, row));
+      collect(second, p, shared, tile, token, further, column_of_b(p, tile.output, further));
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const float gate = kSplit ? first[i] : i < 4 ? first[2 * i % 8] : second[2 * i % 8];
@@ -257,13 +276,14 @@ struct SkinnySm90 : Options {
         y[i] = activate<Options::kActivation>(gate) * up;
       }
     } else {
-      collect(y, p, shared, token, 8 * piece, column, batch);
+      collect(y, p, shared, tile, token, 8 * piece, column);
 #pragma unroll
       for (int i = 0; i < 8; ++i) y[i] = activate<Options::kActivation>(y[i]);
     }
+    const int64_t row_of_out = tile.token + token;
     if constexpr (Options::kAccumulate) {
       // A zero beta means that c is not read, as in BLAS: 0 * NaN would be NaN.
-      const auto* c = static_cast<const typename Options::C*>(p.c) + batch * p.c_batch + token * p.c_row + column;
+      const auto* c = static_cast<const typename Options::C*>(p.c) + tile.batch * p.c_batch + row_of_out * p.c_row + column;
       if (p.beta != 0.0f) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
@@ -271,7 +291,7 @@ struct SkinnySm90 : Options {
         }
       }
     }
-    Out* out = static_cast<Out*>(p.out) + batch * p.out_batch + token * p.out_row + column;
+    Out* out = static_cast<Out*>(p.out) + tile.batch * p.out_batch + row_of_out * p.out_row + column;
     if (Options::kVectorOut && count >= 8) {
       store_elements(out, y);
     } else {
@@ -287,7 +307,8 @@ struct SkinnySm90 : Options {
     const uint32_t shared = shared_address(dynamic_shared);
     const Ring ring{shared + kBarriersAt};
     const int warp = warp_id(), rank = kSplitK > 1 ? static_cast<int>(cluster_rank()) : 0;
-    const int first_output = blockIdx.x / kSplitK * kOutputs, batch = blockIdx.y;
+    const int column_tiles = ceil_div(kGated ? p.n / 2 : p.n, kOutputs), index = blockIdx.x / kSplitK;
+    const Tile tile{index / column_tiles * kTokens, index % column_tiles * kOutputs, static_cast<int>(blockIdx.y)};
     if (threadIdx.x == 0) {
       ring.init();
       barrier_init_fence();
@@ -299,11 +320,13 @@ struct SkinnySm90 : Options {
     start_next_kernel();
     const int begin = min(rank * p.per_block, p.stages), end = min(begin + p.per_block, p.stages);
     if (warp == 4 * kGroups) {
-      if (elect_one()) produce(p, ring, shared, first_output, batch, begin, end);
+      if (elect_one()) produce(p, ring, shared, tile, begin, end);
       __syncwarp();
+    } else if (Options::kBlockScales && warp == 4 * kGroups + 1) {
+      produce_scales(p, ring, shared, tile, begin, end);
     } else {
       Sums sums;
-      accumulate(sums, p, ring, shared, first_output, batch, warp / 4, begin, end);
+      accumulate(sums, p, ring, shared, tile, warp / 4, begin, end);
       named_barrier_sync(1, kConsumerThreads);  // all warps have read the last stages, which the sums overwrite
       leave_sums(sums, shared + warp / 4 * kSumBytes);
     }
@@ -313,8 +336,8 @@ struct SkinnySm90 : Options {
       __syncthreads();
     }
     constexpr int kPieces = kOutputs / 8;
-    for (int i = rank * kThreads + threadIdx.x; i < min(p.m, kTokens) * kPieces; i += kSplitK * kThreads) {
-      finish(p, shared, i / kPieces, i % kPieces, first_output, batch);
+    for (int i = rank * kThreads + threadIdx.x; i < min(p.m - tile.token, kTokens) * kPieces; i += kSplitK * kThreads) {
+      finish(p, shared, tile, i / kPieces, i % kPieces);
     }
     if constexpr (kSplitK > 1) cluster_sync();  // a block stays while others read its sums
   }
