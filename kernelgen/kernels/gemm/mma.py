@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -50,6 +50,16 @@ ACTIVATION_NAMES = {None: "kNone", "relu": "kRelu", "gelu": "kGelu", "gelu_tanh"
 GATES = {"gate_first": "kGateFirst", "up_first": "kUpFirst", "interleaved": "kInterleaved"}
 _ELEMENTS = {"int4": "int4_code", "mxfp4": "e2m1"}
 _SCALE_TYPES = {"e8m0": "kernelgen::uint8_t"}
+
+
+class TileShape(Protocol):
+    """A config, as far as it says what part of the output a block computes."""
+
+    @property
+    def block_m(self) -> int: ...
+
+    @property
+    def block_n(self) -> int: ...
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -193,7 +203,7 @@ def access(problem: GemmProblem) -> int:
     return bits & -bits
 
 
-def tiles(problem: GemmProblem, config: Config) -> tuple[int, int]:
+def tiles(problem: GemmProblem, config: TileShape) -> tuple[int, int]:
     """Along M and N, of one batch entry."""
     return ceil_div(problem.m, config.block_m), ceil_div(problem.n, config.block_n)
 
@@ -250,7 +260,7 @@ def legal_config(problem: GemmProblem, target: Target, config: Config) -> Verdic
     )
 
 
-def spec_words(problem: GemmProblem, config: Config) -> str:
+def spec_words(problem: GemmProblem, config: TileShape) -> str:
     """The part of a spec's name that says dtypes, orders, epilogue and config."""
     p, form = problem, form_of(problem)
     out_dtype = kernel_out_dtype(p)
@@ -275,20 +285,27 @@ def kernel_out_dtype(problem: GemmProblem) -> str:
     return "fp32" if problem.out_scale else problem.out_dtype
 
 
-def spec_parameters(problem: GemmProblem, config: Config, grouping: str = "kNone") -> dict[str, Any]:
-    """What the templates see of dtypes, orders, alignment class, epilogue and config; no extents."""
-    p, c, form, out_dtype = problem, config, form_of(problem), kernel_out_dtype(problem)
+def operand_parameters(problem: GemmProblem, grouping: str = "kNone") -> dict[str, Any]:
+    """What templates/gemm/mma_options.cuh.jinja and the epilogues see of dtypes and features; no extents, and nothing of a config."""
+    p, out_dtype = problem, kernel_out_dtype(problem)
     scale = p.scale_dtype if p.weight_format and p.scale_dtype else "fp32"
     return dict(
         element_a=p.a_dtype, element_b=_ELEMENTS.get(p.b_dtype, p.b_dtype), product=p.a_dtype if p.a_dtype in HALVES else "fp16",
         out=DTYPES[out_dtype].cuda, bias_type=DTYPES[p.bias_dtype or out_dtype].cuda, c_type=DTYPES[p.c_dtype or out_dtype].cuda,
-        scale_type=_SCALE_TYPES.get(scale) or DTYPES[scale].cuda,
+        scale_type=_SCALE_TYPES.get(scale) or DTYPES[scale].cuda, activation=ACTIVATION_NAMES[p.activation], gate=gate_name(p),
+        grouping=grouping, bias=p.bias, accumulate=p.accumulate_c, vector_out=_vector_out(p),
+    )
+
+
+def spec_parameters(problem: GemmProblem, config: Config, grouping: str = "kNone") -> dict[str, Any]:
+    """What the templates of gemm_mma and grouped_gemm_mma see: the operands, their orders, alignment class and config; no extents."""
+    p, c, form = problem, config, form_of(problem)
+    return operand_parameters(p, grouping) | dict(
         block_m=c.block_m, block_n=c.block_n, block_k=c.block_k, warps_m=c.warps_m, warps_n=c.warps_n, warps_k=c.warps_k,
-        stages=c.stages, blocks_per_sm=c.blocks_per_sm, raster_rows=c.raster_rows, row_a=form.row_a, row_b=form.row_b,
-        access=access(p), vector_out=_vector_out(p), bias=p.bias, activation=ACTIVATION_NAMES[p.activation], gate=gate_name(p),
-        grouping=grouping, accumulate=p.accumulate_c, promote_every=form.promote_every, scale_depth=form.scale_depth,
-        scale_columns=form.scale_columns, block_scales_a=form.block_scales_a, block_scales_b=form.block_scales_b,
-        row_scales=form.row_scales, zero=form.zero, shared_memory=c.shared_memory(form),
+        stages=c.stages, blocks_per_sm=c.blocks_per_sm, raster_rows=c.raster_rows, row_a=form.row_a, row_b=form.row_b, access=access(p),
+        promote_every=form.promote_every, scale_depth=form.scale_depth, scale_columns=form.scale_columns,
+        block_scales_a=form.block_scales_a, block_scales_b=form.block_scales_b, row_scales=form.row_scales, zero=form.zero,
+        shared_memory=c.shared_memory(form),
     )
 
 
@@ -306,7 +323,7 @@ def _strides(t: torch.Tensor | None, names: tuple[str, str], dims: tuple[int, in
     return {name: 0 if t is None else t.stride(dim) for name, dim in zip(names, dims)}
 
 
-def scalars(problem: GemmProblem, config: Config, t: GemmTensors | GroupedGemmTensors) -> dict[str, int | float]:
+def scalars(problem: GemmProblem, config: TileShape, t: GemmTensors | GroupedGemmTensors) -> dict[str, int | float]:
     """Everything of Params that is fixed by shapes, strides and scalars."""
     p, form = problem, form_of(problem)
     tiles_m, tiles_n = tiles(p, config)
@@ -344,7 +361,7 @@ def _addresses(problem: GemmProblem) -> Callable[[Any, torch.Tensor, int], bytes
 
 
 def closure(
-    problem: GemmProblem, config: Config, launch: Callable[[bytes], None], tensors: Any,
+    problem: GemmProblem, config: TileShape, launch: Callable[[bytes], None], tensors: Any,
     quantize: Callable[[torch.Tensor, Any, int], None] | None = None,
 ) -> Callable[[Any], None]:
     """The closure of a repeated call: packs addresses, launches. ``quantize(workspace, tensors, address of ends)`` follows."""

@@ -1,5 +1,5 @@
-"""gemm/gemm_mma, gemm/grouped_gemm_mma, quantize/quantize_fp8_cuda and the CUDA row kernels without a GPU: everything compiles
-for every architecture, tuned kernels keep their resources.
+"""gemm/gemm_mma, gemm/packed_skinny, gemm/grouped_gemm_mma, quantize/quantize_fp8_cuda and the CUDA row kernels without a GPU:
+everything compiles for every architecture, tuned kernels keep their resources.
 
 The table beside this file holds registers, spills and shared memory of the tuned kernels. After a change that moves
 them on purpose: ``python tests/cpu/kernels/test_gemm_mma_compile.py`` writes it anew.
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kernelgen.kernels.activation import silu_and_mul_cuda
-from kernelgen.kernels.gemm import gemm_mma, grouped_gemm_mma, mma_configs
+from kernelgen.kernels.gemm import gemm_mma, grouped_gemm_mma, mma_configs, packed_skinny
 from kernelgen.kernels.gemm.gemm_mma import Config
 from kernelgen.kernels.gemm.mma import form_of
 from kernelgen.kernels.norm import rmsnorm_cuda
@@ -28,7 +28,7 @@ from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
 from kernelgen.testing.resources import ARCHS, assert_within_table, compiled, covered, measured
 
-FAMILIES = (gemm_mma.FAMILY, grouped_gemm_mma.FAMILY, quantize_fp8_cuda.FAMILY, rmsnorm_cuda.FAMILY, silu_and_mul_cuda.FAMILY)
+FAMILIES = (gemm_mma.FAMILY, packed_skinny.FAMILY, grouped_gemm_mma.FAMILY, quantize_fp8_cuda.FAMILY, rmsnorm_cuda.FAMILY, silu_and_mul_cuda.FAMILY)
 # sm_86 stands for every part with 99 KB of shared memory, sm_90a for the others: there all of coverage() compiles. The
 # other architectures compile the instructions in use once each, which is what could differ.
 FULL_ARCHS = ("sm_86", "sm_90a")
@@ -48,6 +48,9 @@ def tuned_specs(arch: str) -> list[KernelSpec]:
     for problem, count in ((BLOCKS, None), (replace(BLOCKS, scales="row"), 1), (WEIGHT, 1), (MXFP4, 4)):
         fitting = [m.config for m in mma_configs.table_of(form_of(problem)) if gemm_mma.legal(problem, target, m.config)]
         specs += [gemm_mma.spec(problem, target, config) for config in fitting[:count]]
+    for problem, m in ((WEIGHT, 1), (WEIGHT, 16), (WEIGHT, 32), (MXFP4, 1), (MXFP4, 16)):
+        few = replace(problem, m=m)
+        specs.append(packed_skinny.spec(few, target, next(iter(packed_skinny.candidates(few, target)))))
     wide = configs[0]
     specs.append(gemm_mma.spec(replace(BASE, b_order="row", a_order="col"), target, wide))
     specs.append(gemm_mma.spec(replace(BASE, activation="swiglu"), target, wide))

@@ -39,14 +39,34 @@ __device__ inline uint32_t int4_pair(uint32_t word, int pair, uint32_t negative_
   }
 }
 
+// The same for codes Pair and Pair + 4, which are 16 bits apart.
+template <class T, bool Zero>
+__device__ inline uint32_t int4_pair_apart(uint32_t word, int pair, uint32_t negative_zero) {
+  const uint32_t raised = (word >> 4 * pair & 0x000f000fu) | kNibbleBase<T>;
+  if constexpr (Zero) {
+    return fma_pair<T>(fma_pair<T>(raised, kPairOfOnes<T>, kNibbleBase<T> | kSigns), kPairOfOnes<T>, negative_zero);
+  } else {
+    return fma_pair<T>(raised, kPairOfOnes<T>, (kNibbleBase<T> + 0x00080008u) | kSigns);
+  }
+}
+
+// Two codes in the upper nibbles of the halves of a word.
 template <class T>
-__device__ inline uint32_t e2m1_pair(uint32_t word, int pair) {
-  // Both codes into the upper nibble of the upper byte of a half.
-  const uint32_t halves = __byte_perm(word << 4, word, pair << 4 | (4 + pair) << 12);
+__device__ inline uint32_t e2m1_halves(uint32_t halves) {
   constexpr int kShift = is_same_v<T, bf16> ? 6 : 3;
   constexpr uint32_t kScale = is_same_v<T, bf16> ? 0x7e807e80u : 0x74007400u;  // 2^126 = 2^(127 - 1), 2^14 = 2^(15 - 1)
   const uint32_t moved = (halves & kSigns) | ((halves & 0x70007000u) >> kShift);
   return fma_pair<T>(moved, kScale, kSigns);  // adding -0 changes nothing
+}
+
+template <class T>
+__device__ inline uint32_t e2m1_pair_apart(uint32_t word, int pair) {
+  return e2m1_halves<T>(word << (12 - 4 * pair));
+}
+
+template <class T>
+__device__ inline uint32_t e2m1_pair(uint32_t word, int pair) {
+  return e2m1_halves<T>(__byte_perm(word << 4, word, pair << 4 | (4 + pair) << 12));
 }
 
 }  // namespace kernelgen
