@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 from kernelgen.errors import SettingsError
-from kernelgen.guard import check_flags
+from kernelgen.guard import check_flags, whole
 from kernelgen.ops.attention import Window, check_soft_cap, check_window
 from kernelgen.ops.checks import number
 from kernelgen.ops.plan_checks import check_kinds
@@ -119,9 +119,10 @@ def _own_and_left(sliding_window: int | None) -> Window | None:
     """Config files count a query's own key, ``window`` does not."""
     if sliding_window is None:
         return None
-    if isinstance(sliding_window, bool) or not isinstance(sliding_window, int) or sliding_window < 1:
+    keys = whole(sliding_window)
+    if keys is None or keys < 1:
         raise SettingsError(f"sliding_window: got {sliding_window!r}, expected a whole number of keys >= 1, or None for all keys")
-    return (sliding_window - 1, 0)
+    return (keys - 1, 0)
 
 
 def _scale_of(query_pre_attn_scalar: float) -> float:

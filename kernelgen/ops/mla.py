@@ -12,7 +12,7 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DeviceError, DtypeError, NoBackendError, SettingsError, ShapeError
-from kernelgen.guard import check_flags, check_plain, check_required, outside_graphs, watched
+from kernelgen.guard import check_flags, check_plain, check_required, outside_graphs, watched, whole
 from kernelgen.ops.checks import check_last_contiguous, check_output, check_rank, check_tensors, number, shape_text
 from kernelgen.ops.memo import layout_of, new_memo, remember
 from kernelgen.ops.page_table import Lengths, PageTable
@@ -219,11 +219,11 @@ def _describe(
     head_dim_rope: int, kv_scales: str | None, batch_invariant: bool, deterministic: bool, bounds: GraphBounds | None = None,
 ) -> PagedAttentionProblem:
     check_flags(causal=causal, batch_invariant=batch_invariant, deterministic=deterministic)
-    if not isinstance(num_heads, int) or num_heads < 1:
+    heads = whole(num_heads)
+    if heads is None or heads < 1:
         raise ShapeError(f"num_heads: got {num_heads!r}, expected a whole number of at least 1")
-    for name, size, limit in (("head_dim_latent", head_dim_latent, 512), ("head_dim_rope", head_dim_rope, 64)):
-        if not isinstance(size, int) or size % 8 or not 8 <= size <= limit:
-            raise ShapeError(f"{name}: got {size}, expected a multiple of 8 from 8 to {limit}")
+    latent, rope = (_head_dim(name, size, limit)
+                    for name, size, limit in (("head_dim_latent", head_dim_latent, 512), ("head_dim_rope", head_dim_rope, 64)))
     kv_dtype = q_dtype if kv_dtype is None else kv_dtype
     if q_dtype != kv_dtype and kv_dtype not in _FP8:
         raise DtypeError(f"got q_dtype {q_dtype} and kv_dtype {kv_dtype}, expected one dtype, or an fp8 cache")
@@ -231,10 +231,17 @@ def _describe(
     if kv_scales is not None and kv_dtype not in _FP8:
         raise DtypeError(f"kv_scales: got {kv_scales!r} with a {kv_dtype} cache, expected an fp8 one; leave kv_scales out")
     return PagedAttentionProblem(
-        **size_classes(batch, bounds)._asdict(), num_q_heads=num_heads, num_kv_heads=1, head_dim=head_dim_latent + head_dim_rope,
-        head_dim_v=head_dim_latent, rope_dim=head_dim_rope, q_dtype=dtype_name(q_dtype), kv_dtype=dtype_name(kv_dtype),
-        causal=causal, kv_scales=kv_scales, deterministic=deterministic, batch_invariant=batch_invariant,
+        **size_classes(batch, bounds)._asdict(), num_q_heads=heads, num_kv_heads=1, head_dim=latent + rope,
+        head_dim_v=latent, rope_dim=rope, q_dtype=dtype_name(q_dtype), kv_dtype=dtype_name(kv_dtype),
+        causal=bool(causal), kv_scales=kv_scales, deterministic=bool(deterministic), batch_invariant=bool(batch_invariant),
     )
+
+
+def _head_dim(name: str, size: Any, limit: int) -> int:
+    value = whole(size)
+    if value is None or value % 8 or not 8 <= value <= limit:
+        raise ShapeError(f"{name}: got {size!r}, expected a multiple of 8 from 8 to {limit}")
+    return value
 
 
 def explain_mla(*args: Any, target: Target, backend: str, live: bool, **kwargs: Any) -> Decision:

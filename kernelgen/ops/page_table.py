@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from kernelgen.errors import DeviceError, DtypeError, ShapeError
-from kernelgen.guard import outside_graphs
+from kernelgen.guard import outside_graphs, whole
 from kernelgen.launch.plan import host_address, plan_functions
 from kernelgen.ops.checks import check_rank, shape_text
 from kernelgen.settings import settings
@@ -51,7 +51,7 @@ class PageTable:
         Integer tensors (int64 is converted once), numpy arrays or plain sequences. A request with pages has a last length of 1 ..
         page_size; that of a request without pages is not looked at. Raises ShapeError, DtypeError, DeviceError.
         """
-        _check_page_size("page_size", page_size)
+        page_size = _page_size("page_size", page_size)
         indptr, indices = index_values("kv_indptr", kv_indptr), index_values("kv_indices", kv_indices, pages=True)
         last = index_values("kv_last_page_len", kv_last_page_len)
         _check_devices(indices, kv_indptr=indptr, kv_last_page_len=last)
@@ -67,7 +67,7 @@ class PageTable:
 
         Raises ShapeError, DtypeError, DeviceError.
         """
-        _check_page_size("page_size", page_size)
+        page_size = _page_size("page_size", page_size)
         blocks, lengths = index_values("block_tables", block_tables, rank=2, pages=True), index_values("seq_lens", seq_lens)
         _check_devices(blocks, seq_lens=lengths)
         batch, width = blocks.shape
@@ -86,7 +86,7 @@ class PageTable:
 
         ``device``: the cache's; default that of seq_lens. Raises ShapeError, DtypeError.
         """
-        _check_page_size("capacity", capacity)
+        capacity = _page_size("capacity", capacity)
         lengths = index_values("seq_lens", seq_lens)
         where = lengths.device if device is None else torch.device(device)
         return cls.from_blocks(torch.arange(lengths.shape[0], dtype=torch.int32, device=where).unsqueeze(1), lengths, capacity)
@@ -148,9 +148,11 @@ def _table(page_size: int, **tensors: torch.Tensor) -> PageTable:
     return table
 
 
-def _check_page_size(name: str, size: int) -> None:
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+def _page_size(name: str, size: Any) -> int:
+    value = size if type(size) is int else whole(size)
+    if value is None or value < 1:
         raise ShapeError(f"{name}: got {size!r}, expected a whole number of at least 1")
+    return value
 
 
 def index_values(name: str, values: Any, rank: int = 1, *, pages: bool = False) -> torch.Tensor:

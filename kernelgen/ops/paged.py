@@ -13,7 +13,7 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, no_backend_error, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DeviceError, DtypeError, KernelgenError, NoBackendError, SettingsError, ShapeError
-from kernelgen.guard import ORDINARY, check_flags, check_plain, check_required, outside_graphs, watched
+from kernelgen.guard import ORDINARY, check_flags, check_plain, check_required, outside_graphs, watched, whole
 from kernelgen.kernels.base import division_of
 from kernelgen.launch.plan import host_address, plan_functions
 from kernelgen.ops.attention import Window, check_sinks, check_soft_cap, check_window
@@ -359,13 +359,19 @@ def plan_attention(
         known = decide(problem, where, backend)
         if key is not None:
             remember(_decisions, key, known)
-    if rotation is not None and type(rotation) is not int:
-        raise SettingsError(f"rotation: got {rotation!r}, expected a whole number, the seed of the signs")
+    if rotation is not None:
+        rotation = check_rotation(rotation)
     if variant is not None:  # prepared runs hold its tensors and scalars
         known = (*known[:2], {})
     return start_plan(AttentionPlan, known, batch, where, cuda_graph_bounds, soft_cap=float(soft_cap) if soft_cap else None,
                       scale=head_dim**-0.5 if scale is None else number("scale", scale), variant=variant, rotation=rotation,
                       backend=backend)
+
+
+def check_rotation(seed: Any) -> int:
+    if (value := whole(seed)) is None:
+        raise SettingsError(f"rotation: got {seed!r}, expected a whole number, the seed of the signs")
+    return value
 
 
 def plan_device(table: PageTable, device: torch.device | str | None) -> torch.device:
@@ -497,7 +503,7 @@ def _describe(
 ) -> PagedAttentionProblem:
     """Check the plan's arguments."""
     dv = head_dim if head_dim_v is None else head_dim_v
-    check_sizes(num_q_heads, num_kv_heads, head_dim, dv)
+    num_q_heads, num_kv_heads, head_dim, dv = check_sizes(num_q_heads, num_kv_heads, head_dim, dv)
     check_flags(causal=causal, alibi=alibi, sinks=sinks, batch_invariant=batch_invariant, deterministic=deterministic)
     kv_dtype = q_dtype if kv_dtype is None else kv_dtype
     if q_dtype != kv_dtype and kv_dtype not in _FP8:
@@ -509,10 +515,10 @@ def _describe(
     check_soft_cap(soft_cap)
     return PagedAttentionProblem(
         **size_classes(batch, bounds)._asdict(), num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, head_dim_v=dv,
-        q_dtype=dtype_name(q_dtype), kv_dtype=dtype_name(kv_dtype), kv_layout=kv_layout, causal=causal,
-        window=check_window(window), soft_cap=bool(soft_cap), alibi=alibi, sinks=sinks, mask=mask,
+        q_dtype=dtype_name(q_dtype), kv_dtype=dtype_name(kv_dtype), kv_layout=kv_layout, causal=bool(causal),
+        window=check_window(window), soft_cap=bool(soft_cap), alibi=bool(alibi), sinks=bool(sinks), mask=mask,
         variant=trace_or_name(variant, backend, sinks=sinks), kv_scales=kv_scales, rotation=rotation is not None,
-        deterministic=deterministic, batch_invariant=batch_invariant,
+        deterministic=bool(deterministic), batch_invariant=bool(batch_invariant),
     )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from kernelgen.errors import SettingsError, ShapeError
+from kernelgen.guard import whole
 from kernelgen.kernels.attention.schedule import Division, Ints, Schedule, item_bound, make_schedule
 from kernelgen.launch.plan import DIVISION, SIZES, host_address, plan_functions
 from kernelgen.ops.page_table import PageTable, on_host
@@ -34,8 +35,10 @@ class GraphBounds:
 
     def __post_init__(self) -> None:
         for name, value in (("max_q_tokens", self.max_q_tokens), ("max_seq_k", self.max_seq_k), ("max_pages", self.max_pages)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            number = None if value is None else whole(value)
+            if value is not None and (number is None or number < 0):
                 raise SettingsError(f"cuda_graph_bounds: got {name}={value!r}, expected a whole number >= 0")
+            object.__setattr__(self, name, number)
 
 
 @dataclass(frozen=True)
