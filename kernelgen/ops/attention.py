@@ -59,7 +59,8 @@ def attention(
     Positions align at the bottom right: query i stands at i + Sk - Sq. ``causal`` sees keys up to its position;
     ``window=(left, right)`` counts keys, inclusive, None = unbounded. ``scale`` defaults to D ** -0.5; ``soft_cap``:
     s = cap * tanh(s / cap). ``kv_lens`` (B) int32: only that prefix of the keys is in use. A row that may attend to
-    nothing gives 0 and LSE -inf. ``out`` and ``lse`` must not overlap anything else. KERNELGEN_CHECK=1 looks at index values.
+    nothing gives 0 and LSE -inf; a sink of +inf gives 0 and LSE +inf. ``out`` and ``lse`` must not overlap anything else.
+    KERNELGEN_CHECK=1 looks at index values.
 
     Raises ShapeError, DtypeError, DeviceError, LayoutError, SettingsError; NoBackendError with the table of reasons;
     CompileError. Source of the online softmax: Milakov and Gimelshein 2018; of the tiling: Dao et al. 2022.

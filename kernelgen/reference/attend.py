@@ -182,7 +182,8 @@ def _attend_block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rule
         sink = rules.sinks.view(1, -1, 1, 1)
         top = torch.maximum(peak, sink.detach())
         shrink = torch.exp(peak - _finite(top))
-        total = total * shrink + torch.exp(sink - _finite(top))
+        # A sink of +inf takes all of the weight: the difference from itself is 0.
+        total = total * shrink + torch.exp(torch.where(sink == float("inf"), 0.0, sink - _finite(top)))
         weighted = weighted * shrink
         peak = top
     empty = total == 0

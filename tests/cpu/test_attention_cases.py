@@ -58,12 +58,14 @@ SCORE = Spec(dtype="fp32", kv="e4m3fn", dims=(8, 24), left=True, alibi=True, var
     (Spec(dtype="fp64", kv="e4m3fn", dims=(64, 64), right="window", mask="dense", variant="sigmoid", scales="tensor"), 122),
     (Spec(dtype="fp64", dims=(256, 256), right="causal", left=True, alibi=True, mask="dense", variant="weight", kv_lens=True,
           batch_invariant=True), 169),
+    (Spec(dtype="fp64", kv="e5m2", dims=(72, 40), right="window", variant="weight", scales="head"), 140),
     # One lucky plain evaluation: of a rest of ten rows, of heads with other slopes, of 216 rows in all.
     (Spec(layout="paged", dtype="fp32", kv="e5m2", dims=(72, 40), variant="sigmoid", scales="page", pages="any", kv_layout="HND",
           batch_invariant=True), 180),
     (Spec(dtype="fp32", dims=(192, 128), alibi=True, variant="score", kv_lens=True, lse=True), 22), (SCORE, 47), (SCORE, 144), (SCORE, 148),
     (Spec(layout="paged", dtype="fp32", dims=(192, 128), right="causal", left=True, alibi=True, mask="flat", variant="sigmoid",
           pages="contiguous"), 170),
+    (Spec(layout="ragged", dtype="fp32", kv="e5m2", dims=(64, 64), mask="flat", variant="mask"), 5),
 ], ids=str)
 def test_what_the_long_suite_found(spec: Spec, index: int) -> None:
     check(make_problem(spec, index))
