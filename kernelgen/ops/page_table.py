@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,7 @@ class PageTable:
         if indptr.shape[0] == 0 or last.shape[0] != indptr.shape[0] - 1:
             raise ShapeError(f"got kv_indptr {shape_text(indptr)}, kv_last_page_len {shape_text(last)}, expected (B + 1) and (B)")
         _check_csr(indptr, last, indices.shape[0], page_size)
-        return _table(page_size, kv_indptr=indptr, kv_indices=indices, kv_last_page_len=last)
+        return _table(page_size, last.shape[0], 0, kv_indptr=indptr, kv_indices=indices, kv_last_page_len=last)
 
     @classmethod
     @outside_graphs
@@ -77,7 +78,7 @@ class PageTable:
         known = plan is not None and address and plan.all_within(address, batch, 0, width * page_size)
         if not known and _may_read(lengths):
             _check_range("seq_lens", on_host(lengths), 0, width * page_size, f"{width} pages of {page_size}")
-        return _table(page_size, block_tables=blocks, seq_lens=lengths)
+        return _table(page_size, batch, width, block_tables=blocks, seq_lens=lengths)
 
     @classmethod
     @outside_graphs
@@ -99,9 +100,14 @@ class PageTable:
     @property
     def one_page(self) -> bool:
         """Every request has one page: a contiguous cache."""
-        return self.block_tables is not None and self.block_tables.shape[1] == 1
+        return self.width == 1
 
-    @property
+    @cached_property
+    def width(self) -> int:
+        """Page numbers of each request in a block table, 0 of the other form."""
+        return 0 if self.block_tables is None else self.block_tables.shape[1]
+
+    @cached_property
     def batch(self) -> int:
         if self.kv_indptr is not None:
             return self.kv_indptr.shape[0] - 1
@@ -141,10 +147,10 @@ class PageTable:
         return f"PageTable({self.form}, {self.batch} requests, pages of {self.page_size}, {self.device})"
 
 
-def _table(page_size: int, **tensors: torch.Tensor) -> PageTable:
+def _table(page_size: int, batch: int, width: int, **tensors: torch.Tensor) -> PageTable:
     table = object.__new__(PageTable)
     # What the frozen class's __init__ would do, one guarded assignment per field, at a fifth of its time; the rest are class defaults.
-    table.__dict__.update(tensors, page_size=page_size)
+    table.__dict__.update(tensors, page_size=page_size, batch=batch, width=width)
     return table
 
 

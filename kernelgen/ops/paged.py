@@ -58,14 +58,16 @@ Decided = tuple[Decision, Shape, dict[Any, Callable[..., Any]]]
 class State:
     """The part of a plan that update() refills."""
 
-    def __init__(self, arrays: PlanArrays | None, bounds: GraphBounds | None, shape: Shape) -> None:
+    starts: torch.Tensor | None
+    rows: int | None  # of q, where the host knows them
+    least_rows: int  # of q within graph bounds
+    mask_entries: int | None  # of a ragged mask, where the host knows them
+
+    def __init__(self, arrays: PlanArrays | None, bounds: GraphBounds | None, shape: Shape, key: Any) -> None:
         self.arrays: Any = arrays
-        self.bounds, self.shape = bounds, shape
-        self.starts: torch.Tensor | None = None
-        self.key: Any = None  # what a prepared run depends on beside layouts
-        self.rows: int | None = None  # of q, where the host knows them
-        self.least_rows = 0  # of q within graph bounds
-        self.mask_entries: int | None = None  # of a ragged mask, where the host knows them
+        self.bounds = bounds
+        self.shape = shape
+        self.key = key  # what a prepared run depends on beside layouts
 
     def fits(self, q: torch.Tensor, mask: torch.Tensor | None) -> bool:
         """A run that was bound for these layouts still covers the lengths of the last update."""
@@ -376,7 +378,9 @@ def check_rotation(seed: Any) -> int:
 
 def plan_device(table: PageTable, device: torch.device | str | None) -> torch.device:
     """Where q and the cache of a plan are."""
-    where = table.device if device is None else torch.device(device)
+    if device is None:
+        return table.device
+    where = torch.device(device)
     if where.type != "cuda" or where.index is not None:
         return where
     if not torch.cuda.is_available():
@@ -438,8 +442,7 @@ def start_plan(
     if bounds is not None:
         check_graph_bounds(decision, bounds)
         arrays = make_bounded_arrays(batch.size, bounds, page_numbers(batch.table).numel(), shape, device)
-    state = State(arrays, bounds, shape)
-    state.key = (fields["scale"], fields.get("soft_cap"), fields.get("rotation"), batch.size)
+    state = State(arrays, bounds, shape, (fields["scale"], fields.get("soft_cap"), fields.get("rotation"), batch.size))
     plan = object.__new__(make)
     # What the frozen class's __init__ would do, one guarded assignment per field, at a fifth of its time.
     plan.__dict__.update(fields, problem=decision.problem, decision=decision, device=device, _state=state, _runs=runs)
@@ -458,13 +461,13 @@ def _set_lengths(plan: Any, batch: Batch) -> None:
         raise DeviceError(f"page_table: got page numbers on {batch.table.device}, expected {plan.device}, where q and the cache are; "
                           "move them with .to()")
     starts = batch.starts
-    if not batch.on_host and plan.decision.chosen.backend == "generated" and plan.device.type == "cuda":
-        from kernelgen.kernels.attention.plan_cuda import plan_on_device
-
-        state.arrays = plan_on_device(batch, shape, plan.device, bounds, state.arrays if bounds else None)
-        state.starts, state.rows, state.least_rows, state.mask_entries = starts, batch.rows, 0, None
-        return
     if not batch.on_host:
+        if plan.decision.chosen.backend == "generated" and plan.device.type == "cuda":
+            from kernelgen.kernels.attention.plan_cuda import plan_on_device
+
+            state.arrays = plan_on_device(batch, shape, plan.device, bounds, state.arrays if bounds else None)
+            state.starts, state.rows, state.least_rows, state.mask_entries = starts, batch.rows, 0, None
+            return
         batch = to_host(batch)
     if bounds is None:
         state.arrays = make_arrays(batch, shape, plan.device)
@@ -544,10 +547,10 @@ def size_classes(batch: Batch, bounds: GraphBounds | None = None) -> SizeClasses
 
     What is compiled in must hold for every update within ``bounds``.
     """
-    table, blocks = batch.table, batch.table.block_tables
-    one_page = table.one_page and (bounds is None or bounds.max_seq_k <= table.page_size)
-    return SizeClasses(_class(batch.size), _class(batch.rows), _class(batch.max_q), _class(batch.keys), table.page_size,
-                       "csr" if blocks is None else "blocks", one_page)
+    table, size = batch.table, batch.size
+    page_size = table.page_size
+    one_page = table.width == 1 and (bounds is None or bounds.max_seq_k <= page_size)
+    return SizeClasses(_class(size), _class(batch.rows), _class(batch.max_q), _class(batch.keys), page_size, table.form, one_page)
 
 
 def _class(count: int | None) -> Any:
