@@ -56,6 +56,27 @@ def test_a_sink_of_infinity_takes_all_of_the_weight(size: str, layout: str) -> N
             torch.testing.assert_close((out[:, 2], lse[:, 2]), (without[0][:, 2], without[1][:, 2]), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("backend", ["generated", "reference"])
+def test_a_side_of_lse_infinity_is_the_result(backend: str) -> None:
+    outs, lses = random_tensor((3, 5, 2, D), seed=1), random_tensor((3, 5, 2), seed=2)
+    outs[1], lses[1] = 0.0, INF
+    lses[2, 0] = -INF
+    out, lse = kernelgen.merge_states(outs, lses, backend=backend)
+    assert (out == 0).all() and (lse == INF).all()
+
+
+def test_a_cascade_beside_a_sink_of_infinity() -> None:
+    q, k, v = tensors(2, 40)
+    table = PageTable.from_blocks(torch.tensor([[0]], dtype=torch.int32), [30], 40)
+    own = PageTable.from_blocks(torch.tensor([[0]], dtype=torch.int32), [9], 40)
+    starts = torch.tensor([0, 2], dtype=torch.int32)
+    sinks = torch.tensor([INF, 0.3, -INF, INF])
+    out, lse = kernelgen.cascade_attention(q[0], (k, v), [(table, starts), (own, starts)], sinks=sinks, return_lse=True)
+    assert (out[:, [0, 3]] == 0).all() and (lse[:, [0, 3]] == INF).all() and (out[:, 1:3] != 0).all()
+    want = kernelgen.cascade_attention(q[0], (k, v), [(table, starts), (own, starts)], sinks=sinks, return_lse=True, backend="reference")
+    torch.testing.assert_close((out, lse), want, rtol=1e-5, atol=1e-5)
+
+
 def test_gradients_beside_a_sink_of_infinity() -> None:
     q, k, v = (t.requires_grad_() for t in tensors(3, 5, torch.float64))
     sinks = torch.tensor([INF, 0.3, -INF, 2.0], requires_grad=True)

@@ -53,6 +53,14 @@ def test_a_sink_of_infinity_takes_all_of_the_weight(size: str, layout: str) -> N
         torch.testing.assert_close((out, lse), (want, want_lse), rtol=2e-2, atol=2e-2)
 
 
+def test_a_side_of_lse_infinity_is_the_result() -> None:
+    outs, lses = random_tensor((3, 5, 2, D), seed=1, device="cuda"), random_tensor((3, 5, 2), seed=2, device="cuda")
+    outs[1], lses[1] = 0.0, INF
+    lses[2, 0] = -INF
+    out, lse = kernelgen.merge_states(outs, lses, backend="generated")
+    assert (out == 0).all() and (lse == INF).all()
+
+
 @pytest.mark.parametrize("layout", ["dense", "paged"])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("value", [INF, -INF, NAN])

@@ -121,7 +121,8 @@ struct PagedMerge {
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
       if (maxima[w] == -infinity()) continue;
-      const float factor = weight(maxima[w] - maximum);
+      const float behind = maxima[w] - maximum;
+      const float factor = behind == -infinity() ? 0.0f : weight(behind);  // of a sink of +inf
       sum += sums[w] * factor;
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
