@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch._C._dynamo import eval_frame as _dynamo
 from torch.autograd import forward_ad
@@ -95,10 +96,17 @@ def check_plain(call: str, **tensors: Any) -> None:
 
 
 def check_flags(**flags: Any) -> None:
-    """True or False: a tensor here would be read once and remembered."""
+    """True or False, numpy's too: a tensor here would be read once and remembered. Problems hold Python's, by ``bool(...)``."""
     for name, value in flags.items():
-        if not isinstance(value, bool):
+        if not isinstance(value, (bool, np.bool_)):
             raise SettingsError(f"{name}: got {value!r}, expected True or False")
+
+
+def whole(value: Any) -> int | None:
+    """A Python int for a whole number of Python or numpy; None for anything else, True and tensors among it."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        return None
+    return int(value)
 
 
 def check_backend(backend: Any) -> None:

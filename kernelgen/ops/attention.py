@@ -11,7 +11,7 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DtypeError, SettingsError, ShapeError
-from kernelgen.guard import ORDINARY, check_backend, check_flags, check_required, needs_torch, outside_graphs, watched
+from kernelgen.guard import ORDINARY, check_backend, check_flags, check_required, needs_torch, outside_graphs, watched, whole
 from kernelgen.ops.checks import (
     check_dim,
     check_last_contiguous,
@@ -59,7 +59,8 @@ def attention(
     Positions align at the bottom right: query i stands at i + Sk - Sq. ``causal`` sees keys up to its position;
     ``window=(left, right)`` counts keys, inclusive, None = unbounded. ``scale`` defaults to D ** -0.5; ``soft_cap``:
     s = cap * tanh(s / cap). ``kv_lens`` (B) int32: only that prefix of the keys is in use. A row that may attend to
-    nothing gives 0 and LSE -inf. ``out`` and ``lse`` must not overlap anything else. KERNELGEN_CHECK=1 looks at index values.
+    nothing gives 0 and LSE -inf; a sink of +inf gives 0 and LSE +inf. ``out`` and ``lse`` must not overlap anything else.
+    KERNELGEN_CHECK=1 looks at index values.
 
     Raises ShapeError, DtypeError, DeviceError, LayoutError, SettingsError; NoBackendError with the table of reasons;
     CompileError. Source of the online softmax: Milakov and Gimelshein 2018; of the tiling: Dao et al. 2022.
@@ -265,7 +266,8 @@ def _describe(
         mask=_mask_kind(f.mask, ragged), block_mask=f.block_mask is not None, kv_lens=f.kv_lens is not None,
         variant=trace_or_name(f.variant, backend, return_lse=tensors.lse is not None, sinks=f.sinks is not None),
         scales="tensor" if any(isinstance(s, torch.Tensor) for s in given) else "number" if given else None,
-        return_lse=tensors.lse is not None, requires_grad=grad, deterministic=f.deterministic, batch_invariant=f.batch_invariant,
+        return_lse=tensors.lse is not None, requires_grad=grad, deterministic=bool(f.deterministic),
+        batch_invariant=bool(f.batch_invariant),
         alignment=alignment_of(q, k, v, tensors.out),
     )
     return problem, tensors._replace(variant_words=bind_words(f.variant, problem.variant, q.device))
@@ -369,10 +371,11 @@ def check_window(window: Any) -> Window:
         return (None, None)
     if not (isinstance(window, (tuple, list)) and len(window) == 2):
         raise SettingsError(f"window: got {window!r}, expected (left, right) with None for an unbounded side")
-    for side in window:
-        if side is not None and (isinstance(side, bool) or not isinstance(side, int) or side < 0):
+    left, right = (None if side is None else whole(side) for side in window)
+    for side, keys in zip(window, (left, right)):
+        if side is not None and (keys is None or keys < 0):
             raise SettingsError(f"window: got {window!r}, expected whole numbers of keys >= 0, or None for an unbounded side")
-    return (window[0], window[1])
+    return (left, right)
 
 
 def _check_masks(mask: Any, block_mask: Any, variant: Any, shape: tuple[int, int, int, int], ragged: bool) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any
 
 from kernelgen.errors import SettingsError
-from kernelgen.guard import check_flags
+from kernelgen.guard import check_flags, whole
 from kernelgen.ops.attention import Window, check_soft_cap, check_window
 from kernelgen.ops.checks import number
 from kernelgen.ops.plan_checks import check_kinds
@@ -16,6 +18,7 @@ from kernelgen.ops.plan_checks import check_kinds
 @dataclass(frozen=True, eq=False)
 class AttentionFeatures:
     """The features of an attention layer, named and meant as in :func:`kernelgen.plan_attention`; the defaults are the same.
+    :func:`kernelgen.plan_mla` takes those that it has (causal, scale, kv_scales, batch_invariant).
 
         local = AttentionFeatures.gpt_oss(sliding_window=128)
         plan = kernelgen.plan_attention(table, num_q_heads=64, num_kv_heads=8, head_dim=64, q_dtype=torch.bfloat16, features=local)
@@ -93,6 +96,30 @@ class AttentionFeatures:
         """Both directions: BERT, embedding models; ``each_side`` keys before and after a query in local layers (ModernBERT: 64)."""
         return cls(causal=False, window=None if each_side is None else (each_side, each_side), **others)
 
+    @classmethod
+    def deepseek(
+        cls, rope_scaling: Mapping[str, Any] | None = None, *, qk_nope_head_dim: int = 128, qk_rope_head_dim: int = 64, **others: Any,
+    ) -> AttentionFeatures:
+        """Latent attention, for plan_mla: the scale is that of the head before absorption, times the square of YaRN's where the
+        config's ``rope_scaling`` has an ``mscale_all_dim``. DeepSeek V2 and V3, Kimi K2."""
+        dims = 0
+        for name, given in (("qk_nope_head_dim", qk_nope_head_dim), ("qk_rope_head_dim", qk_rope_head_dim)):
+            size = whole(given)
+            if size is None or size < 1:
+                raise SettingsError(f"{name}: got {given!r}, expected a whole number >= 1")
+            dims += size
+        return cls(scale=dims**-0.5 * _yarn_factor({} if rope_scaling is None else rope_scaling) ** 2, **others)
+
+    def of_latent(self, **given: Any) -> tuple[bool, float | None, str | None, bool]:
+        """(causal, scale, kv_scales, batch_invariant) for plan_mla; ``given`` as in :meth:`beside`. Another feature is an error."""
+        values = dict(zip(FEATURES, self.beside(**given)))
+        causal, scale, kv_scales, batch_invariant = (values.pop(name) for name in ("causal", "scale", "kv_scales", "batch_invariant"))
+        more = [f"{name}={value!r}" for name, value in values.items() if value is not _DEFAULTS[name] and value != _DEFAULTS[name]]
+        if more:
+            raise SettingsError(f"features: got {', '.join(more)}, expected only causal, scale, kv_scales and batch_invariant: latent "
+                                "attention has no others; use plan_attention, or change them with dataclasses.replace")
+        return causal, scale, kv_scales, batch_invariant
+
     def beside(self, **given: Any) -> tuple[Any, ...]:
         """The fields in order. ``given`` are the same arguments of the call itself: one that is not at its default is an error."""
         changed = [name for name, value in given.items() if value is not _DEFAULTS[name]]
@@ -119,9 +146,18 @@ def _own_and_left(sliding_window: int | None) -> Window | None:
     """Config files count a query's own key, ``window`` does not."""
     if sliding_window is None:
         return None
-    if isinstance(sliding_window, bool) or not isinstance(sliding_window, int) or sliding_window < 1:
+    keys = whole(sliding_window)
+    if keys is None or keys < 1:
         raise SettingsError(f"sliding_window: got {sliding_window!r}, expected a whole number of keys >= 1, or None for all keys")
-    return (sliding_window - 1, 0)
+    return (keys - 1, 0)
+
+
+def _yarn_factor(rope_scaling: Mapping[str, Any]) -> float:
+    """What YaRN multiplies cosines and sines with (Peng et al. 2023, section 3.4), for ``mscale_all_dim`` of a config; 1 for none."""
+    if not isinstance(rope_scaling, Mapping):
+        raise SettingsError(f"rope_scaling: got {rope_scaling!r}, expected the dict of the model's config, or None")
+    share, factor = (number(name, rope_scaling.get(name) or 0) for name in ("mscale_all_dim", "factor"))
+    return 0.1 * share * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 def _scale_of(query_pre_attn_scalar: float) -> float:

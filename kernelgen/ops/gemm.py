@@ -214,7 +214,7 @@ def _describe(a: torch.Tensor, b: Weight, scale_a: torch.Tensor | None, scale_b:
         batch=a3.shape[0], m=a.shape[-2], n=n, k=k, a_dtype=dtype_name(a.dtype), out_dtype=dtype_name(result.dtype),
         a_order=order_of("a", a3), batched_b=bool(lead), bias=e.bias is not None, activation=e.activation,
         gate_up=e.gate_up, accumulate_c=e.c is not None, scales=scales, out_scale=e.out_scale,
-        accumulate=e.accumulate, deterministic=e.deterministic, alignment=alignment(a3, b3, c3, out3), requires_grad=grad,
+        accumulate=e.accumulate, deterministic=bool(e.deterministic), alignment=alignment(a3, b3, c3, out3), requires_grad=grad,
         bias_dtype=dtype_name(e.bias.dtype) if e.bias is not None else None, c_dtype=dtype_name(e.c.dtype) if e.c is not None else None,
         **words,
     )

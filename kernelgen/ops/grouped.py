@@ -195,7 +195,7 @@ def _describe(
     problem = GroupedGemmProblem(
         batch=groups, m=m, n=n, k=k, grouping=grouping, a_dtype=dtype_name(a.dtype), out_dtype=dtype_name(result.dtype),
         a_order=order_of("a", a3), batched_b=grouping != "k", bias=e.bias is not None, activation=e.activation, gate_up=e.gate_up,
-        accumulate_c=e.c is not None, scales=scales, out_scale=e.out_scale, accumulate=e.accumulate, deterministic=e.deterministic,
+        accumulate_c=e.c is not None, scales=scales, out_scale=e.out_scale, accumulate=e.accumulate, deterministic=bool(e.deterministic),
         alignment=alignment(a3, b3, c3, out3), requires_grad=grad,
         bias_dtype=dtype_name(e.bias.dtype) if e.bias is not None else None, c_dtype=dtype_name(e.c.dtype) if e.c is not None else None,
         **words,

@@ -30,8 +30,8 @@ def merge_states(
     """Attention over disjoint sets of keys, merged: outs (n, T, H, D), lses (n, T, H) natural log to (out, lse).
 
     out (T, H, D) in outs' dtype, lse (T, H) float32; computed in float32 (float64 for float64 outs). A side with LSE
-    -inf adds nothing, whatever its out holds; -inf on every side gives 0 and -inf. Strides are free but for outs' last
-    dimension. Sinks must be in one of the sides only.
+    -inf adds nothing, whatever its out holds; -inf on every side gives 0 and -inf; a side of +inf is the result. Strides are
+    free but for outs' last dimension. Sinks must be in one of the sides only.
 
     Raises ShapeError, DtypeError, DeviceError, LayoutError, SettingsError, NoBackendError.
     """

@@ -12,8 +12,9 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DeviceError, DtypeError, NoBackendError, SettingsError, ShapeError
-from kernelgen.guard import check_flags, check_plain, check_required, outside_graphs, watched
+from kernelgen.guard import check_flags, check_plain, check_required, outside_graphs, watched, whole
 from kernelgen.ops.checks import check_last_contiguous, check_output, check_rank, check_tensors, number, shape_text
+from kernelgen.ops.features import AttentionFeatures, check_features
 from kernelgen.ops.memo import layout_of, new_memo, remember
 from kernelgen.ops.page_table import Lengths, PageTable
 from kernelgen.ops.paged import (
@@ -38,6 +39,7 @@ from kernelgen.targets import Target
 from kernelgen.tensors import PagedTensors, PlanArrays
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_OF_FEATURES = ("causal", "scale", "kv_scales", "batch_invariant")
 _decisions = new_memo()
 
 
@@ -186,17 +188,25 @@ def _check_call(plan: MLAPlan, q_nope: torch.Tensor, q_rope: torch.Tensor, ckv: 
 @outside_graphs
 def plan_mla(
     page_table: PageTable, *, num_heads: int, q_lens: Lengths | None = None, cu_seqlens_q: Lengths | None = None, q_dtype: torch.dtype,
-    kv_dtype: torch.dtype | None = None, causal: bool = True, scale: float, head_dim_latent: int = 512, head_dim_rope: int = 64,
-    kv_scales: str | None = None, batch_invariant: bool = False, deterministic: bool = True,
+    kv_dtype: torch.dtype | None = None, causal: bool = True, scale: float | None = None, head_dim_latent: int = 512,
+    head_dim_rope: int = 64, kv_scales: str | None = None, batch_invariant: bool = False, deterministic: bool = True,
     cuda_graph_bounds: GraphBounds | None = None, backend: str = "auto", device: torch.device | str | None = None,
+    features: AttentionFeatures | None = None,
 ) -> MLAPlan:
     """A plan for latent attention over the requests of a page table; ``plan.run(...)`` once per layer.
 
     All ``num_heads`` query heads share one latent head of head_dim_latent + head_dim_rope entries, both multiples of 8.
     ``scale`` is the model's own: there is no default. ``kv_scales``: None, "tensor", "request_head" or "page", for an fp8
-    cache. Query lengths, device and bounds as in plan_attention. Raises ShapeError, DtypeError, DeviceError, SettingsError;
-    NoBackendError with the table of reasons.
+    cache. ``features`` (:class:`AttentionFeatures`, such as its preset ``deepseek``): causal, scale, kv_scales and
+    batch_invariant in one object, beside the rules of plan_attention; any other feature is an error. Query lengths, device and
+    bounds as in plan_attention. Raises ShapeError, DtypeError, DeviceError, SettingsError; NoBackendError with the table of reasons.
     """
+    if features is not None:
+        causal, scale, kv_scales, batch_invariant = check_features(features).of_latent(
+            causal=causal, scale=scale, kv_scales=kv_scales, batch_invariant=batch_invariant)
+    if scale is None:
+        raise SettingsError("scale: got None, expected the model's own: it is not the latent head's; give it to plan_mla or in features "
+                            "(AttentionFeatures.deepseek)")
     check_table(page_table)
     check_bounds(cuda_graph_bounds)
     where = plan_device(page_table, device)
@@ -219,11 +229,11 @@ def _describe(
     head_dim_rope: int, kv_scales: str | None, batch_invariant: bool, deterministic: bool, bounds: GraphBounds | None = None,
 ) -> PagedAttentionProblem:
     check_flags(causal=causal, batch_invariant=batch_invariant, deterministic=deterministic)
-    if not isinstance(num_heads, int) or num_heads < 1:
+    heads = whole(num_heads)
+    if heads is None or heads < 1:
         raise ShapeError(f"num_heads: got {num_heads!r}, expected a whole number of at least 1")
-    for name, size, limit in (("head_dim_latent", head_dim_latent, 512), ("head_dim_rope", head_dim_rope, 64)):
-        if not isinstance(size, int) or size % 8 or not 8 <= size <= limit:
-            raise ShapeError(f"{name}: got {size}, expected a multiple of 8 from 8 to {limit}")
+    latent, rope = (_head_dim(name, size, limit)
+                    for name, size, limit in (("head_dim_latent", head_dim_latent, 512), ("head_dim_rope", head_dim_rope, 64)))
     kv_dtype = q_dtype if kv_dtype is None else kv_dtype
     if q_dtype != kv_dtype and kv_dtype not in _FP8:
         raise DtypeError(f"got q_dtype {q_dtype} and kv_dtype {kv_dtype}, expected one dtype, or an fp8 cache")
@@ -231,10 +241,17 @@ def _describe(
     if kv_scales is not None and kv_dtype not in _FP8:
         raise DtypeError(f"kv_scales: got {kv_scales!r} with a {kv_dtype} cache, expected an fp8 one; leave kv_scales out")
     return PagedAttentionProblem(
-        **size_classes(batch, bounds)._asdict(), num_q_heads=num_heads, num_kv_heads=1, head_dim=head_dim_latent + head_dim_rope,
-        head_dim_v=head_dim_latent, rope_dim=head_dim_rope, q_dtype=dtype_name(q_dtype), kv_dtype=dtype_name(kv_dtype),
-        causal=causal, kv_scales=kv_scales, deterministic=deterministic, batch_invariant=batch_invariant,
+        **size_classes(batch, bounds)._asdict(), num_q_heads=heads, num_kv_heads=1, head_dim=latent + rope,
+        head_dim_v=latent, rope_dim=rope, q_dtype=dtype_name(q_dtype), kv_dtype=dtype_name(kv_dtype),
+        causal=bool(causal), kv_scales=kv_scales, deterministic=bool(deterministic), batch_invariant=bool(batch_invariant),
     )
+
+
+def _head_dim(name: str, size: Any, limit: int) -> int:
+    value = whole(size)
+    if value is None or value % 8 or not 8 <= value <= limit:
+        raise ShapeError(f"{name}: got {size!r}, expected a multiple of 8 from 8 to {limit}")
+    return value
 
 
 def explain_mla(*args: Any, target: Target, backend: str, live: bool, **kwargs: Any) -> Decision:
@@ -243,6 +260,10 @@ def explain_mla(*args: Any, target: Target, backend: str, live: bool, **kwargs: 
         "q_lens": None, "cu_seqlens_q": None, "q_dtype": torch.bfloat16, "kv_dtype": None, "causal": True, "head_dim_latent": 512,
         "head_dim_rope": 64, "kv_scales": None, "batch_invariant": False, "deterministic": True,
     }
+    features = kwargs.pop("features", None)
+    if features is not None:
+        given = {name: kwargs[name] for name in _OF_FEATURES if name in kwargs}
+        kwargs |= dict(zip(_OF_FEATURES, check_features(features).of_latent(**given)))
     values = defaults | dict(zip(("page_table",), args)) | kwargs
     for name in ("scale", "device"):  # change no choice
         values.pop(name, None)

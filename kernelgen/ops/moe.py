@@ -11,7 +11,7 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DtypeError, SettingsError, ShapeError
-from kernelgen.guard import outside_graphs
+from kernelgen.guard import check_flags, outside_graphs, whole
 from kernelgen.ops.checks import (
     check_dim,
     check_last_contiguous,
@@ -193,38 +193,46 @@ def _describe_route(
     _check_float("logits", logits)
     check_option("method", method, METHODS)
     tokens, experts = logits.shape
-    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= experts:
+    slots = whole(k)
+    if slots is None or not 1 <= slots <= experts:
         raise ShapeError(f"k: got {k!r}, expected a whole number from 1 to {experts}, the experts of logits {shape_text(logits)}")
+    check_flags(renormalize=renormalize)
     if bias is not None:
         if method not in ("sigmoid", "deepseek_v3"):
             raise SettingsError(f"bias: got one with method {method!r}, expected 'sigmoid' or 'deepseek_v3', which select by it")
         _check_shape("bias", bias, (experts,), "one entry per expert")
         _check_side_dtype("bias", bias, logits)
-    _check_groups(method, experts, k, num_groups, topk_groups)
+    num_groups, topk_groups = _group_counts(method, experts, slots, num_groups, topk_groups)
     grad = torch.is_grad_enabled() and logits.requires_grad
     problem = RouteProblem(
-        tokens=tokens, experts=experts, k=k, dtype=dtype_name(logits.dtype), method=method, renormalize=bool(renormalize),
+        tokens=tokens, experts=experts, k=slots, dtype=dtype_name(logits.dtype), method=method, renormalize=bool(renormalize),
         bias=bias is not None, num_groups=num_groups, topk_groups=topk_groups, requires_grad=grad,
         alignment=alignment_of(logits, bias),
     )
-    weights = torch.empty((tokens, k), dtype=torch.float32, device=logits.device)
+    weights = torch.empty((tokens, slots), dtype=torch.float32, device=logits.device)
     return problem, RouteTensors(logits, bias, weights, torch.empty_like(weights, dtype=torch.int32), float(scaling))
 
 
-def _check_groups(method: str, experts: int, k: int, num_groups: int | None, topk_groups: int | None) -> None:
+def _group_counts(
+    method: str, experts: int, k: int, num_groups: int | None, topk_groups: int | None,
+) -> tuple[int, int] | tuple[None, None]:
     if num_groups is None and topk_groups is None:
-        return
+        return None, None
     if num_groups is None or topk_groups is None:
         raise SettingsError(f"got num_groups={num_groups} and topk_groups={topk_groups}, expected both or neither")
+    groups, kept = whole(num_groups), whole(topk_groups)
+    if groups is None or kept is None:
+        raise ShapeError(f"got num_groups={num_groups!r} and topk_groups={topk_groups!r}, expected whole numbers")
     if method != "deepseek_v3":
         raise SettingsError(f"num_groups: got one with method {method!r}, expected 'deepseek_v3', which selects in groups")
-    if num_groups < 1 or experts % num_groups:
-        raise ShapeError(f"num_groups: got {num_groups}, expected a divisor of {experts}, the number of experts")
-    if not 1 <= topk_groups <= num_groups:
-        raise ShapeError(f"topk_groups: got {topk_groups}, expected 1 to {num_groups}, the number of groups")
-    room = experts // num_groups * topk_groups
+    if groups < 1 or experts % groups:
+        raise ShapeError(f"num_groups: got {groups}, expected a divisor of {experts}, the number of experts")
+    if not 1 <= kept <= groups:
+        raise ShapeError(f"topk_groups: got {kept}, expected 1 to {groups}, the number of groups")
+    room = experts // groups * kept
     if k > room:
-        raise ShapeError(f"k: got {k}, expected at most {room}, the experts of {topk_groups} kept groups; raise topk_groups")
+        raise ShapeError(f"k: got {k}, expected at most {room}, the experts of {kept} kept groups; raise topk_groups")
+    return groups, kept
 
 
 def _describe_moe(
@@ -234,6 +242,7 @@ def _describe_moe(
     out: torch.Tensor | None, deterministic: bool,
 ) -> tuple[MoeProblem, MoeTensors]:
     """Check everything, allocate the output, and describe the call."""
+    check_flags(weights_on_input=weights_on_input, deterministic=deterministic)
     shared13, shared2 = shared if shared is not None else (None, None)
     map_tensor = expert_map if isinstance(expert_map, torch.Tensor) else None
     check_tensors(x=x, w13=w13, w2=w2, weights=weights, ids=ids, bias13=bias13, bias2=bias2, shared_w13=shared13, shared_w2=shared2,
@@ -273,7 +282,7 @@ def _describe_moe(
         gate_up=gate_up, limit=limit is not None or activation == "swiglu_oai", bias13=bias13 is not None, bias2=bias2 is not None,
         scales=scales[0] if scales[0] == scales[1] else "/".join(map(str, scales)),
         shared=None if shared2 is None else shared2.shape[1], expert_map=_map_kind(expert_map, experts),
-        weights_on_input=bool(weights_on_input), deterministic=deterministic, requires_grad=grad,
+        weights_on_input=bool(weights_on_input), deterministic=bool(deterministic), requires_grad=grad,
         alignment=alignment_of(x, w13, w2, out),
     )
     return problem, MoeTensors(x, w13, w2, weights, ids, out, alpha, limit, bias13, bias2, scale13, scale2, shared, expert_map)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from kernelgen.errors import DeviceError, DtypeError, ShapeError
-from kernelgen.guard import outside_graphs
+from kernelgen.guard import outside_graphs, whole
 from kernelgen.launch.plan import host_address, plan_functions
 from kernelgen.ops.checks import check_rank, shape_text
 from kernelgen.settings import settings
@@ -51,14 +52,14 @@ class PageTable:
         Integer tensors (int64 is converted once), numpy arrays or plain sequences. A request with pages has a last length of 1 ..
         page_size; that of a request without pages is not looked at. Raises ShapeError, DtypeError, DeviceError.
         """
-        _check_page_size("page_size", page_size)
+        page_size = _page_size("page_size", page_size)
         indptr, indices = index_values("kv_indptr", kv_indptr), index_values("kv_indices", kv_indices, pages=True)
         last = index_values("kv_last_page_len", kv_last_page_len)
         _check_devices(indices, kv_indptr=indptr, kv_last_page_len=last)
         if indptr.shape[0] == 0 or last.shape[0] != indptr.shape[0] - 1:
             raise ShapeError(f"got kv_indptr {shape_text(indptr)}, kv_last_page_len {shape_text(last)}, expected (B + 1) and (B)")
         _check_csr(indptr, last, indices.shape[0], page_size)
-        return _table(page_size, kv_indptr=indptr, kv_indices=indices, kv_last_page_len=last)
+        return _table(page_size, last.shape[0], 0, kv_indptr=indptr, kv_indices=indices, kv_last_page_len=last)
 
     @classmethod
     @outside_graphs
@@ -67,7 +68,7 @@ class PageTable:
 
         Raises ShapeError, DtypeError, DeviceError.
         """
-        _check_page_size("page_size", page_size)
+        page_size = _page_size("page_size", page_size)
         blocks, lengths = index_values("block_tables", block_tables, rank=2, pages=True), index_values("seq_lens", seq_lens)
         _check_devices(blocks, seq_lens=lengths)
         batch, width = blocks.shape
@@ -77,7 +78,7 @@ class PageTable:
         known = plan is not None and address and plan.all_within(address, batch, 0, width * page_size)
         if not known and _may_read(lengths):
             _check_range("seq_lens", on_host(lengths), 0, width * page_size, f"{width} pages of {page_size}")
-        return _table(page_size, block_tables=blocks, seq_lens=lengths)
+        return _table(page_size, batch, width, block_tables=blocks, seq_lens=lengths)
 
     @classmethod
     @outside_graphs
@@ -86,7 +87,7 @@ class PageTable:
 
         ``device``: the cache's; default that of seq_lens. Raises ShapeError, DtypeError.
         """
-        _check_page_size("capacity", capacity)
+        capacity = _page_size("capacity", capacity)
         lengths = index_values("seq_lens", seq_lens)
         where = lengths.device if device is None else torch.device(device)
         return cls.from_blocks(torch.arange(lengths.shape[0], dtype=torch.int32, device=where).unsqueeze(1), lengths, capacity)
@@ -99,9 +100,14 @@ class PageTable:
     @property
     def one_page(self) -> bool:
         """Every request has one page: a contiguous cache."""
-        return self.block_tables is not None and self.block_tables.shape[1] == 1
+        return self.width == 1
 
-    @property
+    @cached_property
+    def width(self) -> int:
+        """Page numbers of each request in a block table, 0 of the other form."""
+        return 0 if self.block_tables is None else self.block_tables.shape[1]
+
+    @cached_property
     def batch(self) -> int:
         if self.kv_indptr is not None:
             return self.kv_indptr.shape[0] - 1
@@ -141,16 +147,18 @@ class PageTable:
         return f"PageTable({self.form}, {self.batch} requests, pages of {self.page_size}, {self.device})"
 
 
-def _table(page_size: int, **tensors: torch.Tensor) -> PageTable:
+def _table(page_size: int, batch: int, width: int, **tensors: torch.Tensor) -> PageTable:
     table = object.__new__(PageTable)
     # What the frozen class's __init__ would do, one guarded assignment per field, at a fifth of its time; the rest are class defaults.
-    table.__dict__.update(tensors, page_size=page_size)
+    table.__dict__.update(tensors, page_size=page_size, batch=batch, width=width)
     return table
 
 
-def _check_page_size(name: str, size: int) -> None:
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+def _page_size(name: str, size: Any) -> int:
+    value = size if type(size) is int else whole(size)
+    if value is None or value < 1:
         raise ShapeError(f"{name}: got {size!r}, expected a whole number of at least 1")
+    return value
 
 
 def index_values(name: str, values: Any, rank: int = 1, *, pages: bool = False) -> torch.Tensor:

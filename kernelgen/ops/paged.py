@@ -13,7 +13,7 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, no_backend_error, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DeviceError, DtypeError, KernelgenError, NoBackendError, SettingsError, ShapeError
-from kernelgen.guard import ORDINARY, check_flags, check_plain, check_required, outside_graphs, watched
+from kernelgen.guard import ORDINARY, check_flags, check_plain, check_required, outside_graphs, watched, whole
 from kernelgen.kernels.base import division_of
 from kernelgen.launch.plan import host_address, plan_functions
 from kernelgen.ops.attention import Window, check_sinks, check_soft_cap, check_window
@@ -58,14 +58,16 @@ Decided = tuple[Decision, Shape, dict[Any, Callable[..., Any]]]
 class State:
     """The part of a plan that update() refills."""
 
-    def __init__(self, arrays: PlanArrays | None, bounds: GraphBounds | None, shape: Shape) -> None:
+    starts: torch.Tensor | None
+    rows: int | None  # of q, where the host knows them
+    least_rows: int  # of q within graph bounds
+    mask_entries: int | None  # of a ragged mask, where the host knows them
+
+    def __init__(self, arrays: PlanArrays | None, bounds: GraphBounds | None, shape: Shape, key: Any) -> None:
         self.arrays: Any = arrays
-        self.bounds, self.shape = bounds, shape
-        self.starts: torch.Tensor | None = None
-        self.key: Any = None  # what a prepared run depends on beside layouts
-        self.rows: int | None = None  # of q, where the host knows them
-        self.least_rows = 0  # of q within graph bounds
-        self.mask_entries: int | None = None  # of a ragged mask, where the host knows them
+        self.bounds = bounds
+        self.shape = shape
+        self.key = key  # what a prepared run depends on beside layouts
 
     def fits(self, q: torch.Tensor, mask: torch.Tensor | None) -> bool:
         """A run that was bound for these layouts still covers the lengths of the last update."""
@@ -359,8 +361,8 @@ def plan_attention(
         known = decide(problem, where, backend)
         if key is not None:
             remember(_decisions, key, known)
-    if rotation is not None and type(rotation) is not int:
-        raise SettingsError(f"rotation: got {rotation!r}, expected a whole number, the seed of the signs")
+    if rotation is not None:
+        rotation = check_rotation(rotation)
     if variant is not None:  # prepared runs hold its tensors and scalars
         known = (*known[:2], {})
     return start_plan(AttentionPlan, known, batch, where, cuda_graph_bounds, soft_cap=float(soft_cap) if soft_cap else None,
@@ -368,9 +370,17 @@ def plan_attention(
                       backend=backend)
 
 
+def check_rotation(seed: Any) -> int:
+    if (value := whole(seed)) is None:
+        raise SettingsError(f"rotation: got {seed!r}, expected a whole number, the seed of the signs")
+    return value
+
+
 def plan_device(table: PageTable, device: torch.device | str | None) -> torch.device:
     """Where q and the cache of a plan are."""
-    where = table.device if device is None else torch.device(device)
+    if device is None:
+        return table.device
+    where = torch.device(device)
     if where.type != "cuda" or where.index is not None:
         return where
     if not torch.cuda.is_available():
@@ -432,8 +442,7 @@ def start_plan(
     if bounds is not None:
         check_graph_bounds(decision, bounds)
         arrays = make_bounded_arrays(batch.size, bounds, page_numbers(batch.table).numel(), shape, device)
-    state = State(arrays, bounds, shape)
-    state.key = (fields["scale"], fields.get("soft_cap"), fields.get("rotation"), batch.size)
+    state = State(arrays, bounds, shape, (fields["scale"], fields.get("soft_cap"), fields.get("rotation"), batch.size))
     plan = object.__new__(make)
     # What the frozen class's __init__ would do, one guarded assignment per field, at a fifth of its time.
     plan.__dict__.update(fields, problem=decision.problem, decision=decision, device=device, _state=state, _runs=runs)
@@ -452,13 +461,13 @@ def _set_lengths(plan: Any, batch: Batch) -> None:
         raise DeviceError(f"page_table: got page numbers on {batch.table.device}, expected {plan.device}, where q and the cache are; "
                           "move them with .to()")
     starts = batch.starts
-    if not batch.on_host and plan.decision.chosen.backend == "generated" and plan.device.type == "cuda":
-        from kernelgen.kernels.attention.plan_cuda import plan_on_device
-
-        state.arrays = plan_on_device(batch, shape, plan.device, bounds, state.arrays if bounds else None)
-        state.starts, state.rows, state.least_rows, state.mask_entries = starts, batch.rows, 0, None
-        return
     if not batch.on_host:
+        if plan.decision.chosen.backend == "generated" and plan.device.type == "cuda":
+            from kernelgen.kernels.attention.plan_cuda import plan_on_device
+
+            state.arrays = plan_on_device(batch, shape, plan.device, bounds, state.arrays if bounds else None)
+            state.starts, state.rows, state.least_rows, state.mask_entries = starts, batch.rows, 0, None
+            return
         batch = to_host(batch)
     if bounds is None:
         state.arrays = make_arrays(batch, shape, plan.device)
@@ -497,7 +506,7 @@ def _describe(
 ) -> PagedAttentionProblem:
     """Check the plan's arguments."""
     dv = head_dim if head_dim_v is None else head_dim_v
-    check_sizes(num_q_heads, num_kv_heads, head_dim, dv)
+    num_q_heads, num_kv_heads, head_dim, dv = check_sizes(num_q_heads, num_kv_heads, head_dim, dv)
     check_flags(causal=causal, alibi=alibi, sinks=sinks, batch_invariant=batch_invariant, deterministic=deterministic)
     kv_dtype = q_dtype if kv_dtype is None else kv_dtype
     if q_dtype != kv_dtype and kv_dtype not in _FP8:
@@ -509,10 +518,10 @@ def _describe(
     check_soft_cap(soft_cap)
     return PagedAttentionProblem(
         **size_classes(batch, bounds)._asdict(), num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, head_dim_v=dv,
-        q_dtype=dtype_name(q_dtype), kv_dtype=dtype_name(kv_dtype), kv_layout=kv_layout, causal=causal,
-        window=check_window(window), soft_cap=bool(soft_cap), alibi=alibi, sinks=sinks, mask=mask,
+        q_dtype=dtype_name(q_dtype), kv_dtype=dtype_name(kv_dtype), kv_layout=kv_layout, causal=bool(causal),
+        window=check_window(window), soft_cap=bool(soft_cap), alibi=bool(alibi), sinks=bool(sinks), mask=mask,
         variant=trace_or_name(variant, backend, sinks=sinks), kv_scales=kv_scales, rotation=rotation is not None,
-        deterministic=deterministic, batch_invariant=batch_invariant,
+        deterministic=bool(deterministic), batch_invariant=bool(batch_invariant),
     )
 
 
@@ -538,10 +547,10 @@ def size_classes(batch: Batch, bounds: GraphBounds | None = None) -> SizeClasses
 
     What is compiled in must hold for every update within ``bounds``.
     """
-    table, blocks = batch.table, batch.table.block_tables
-    one_page = table.one_page and (bounds is None or bounds.max_seq_k <= table.page_size)
-    return SizeClasses(_class(batch.size), _class(batch.rows), _class(batch.max_q), _class(batch.keys), table.page_size,
-                       "csr" if blocks is None else "blocks", one_page)
+    table, size = batch.table, batch.size
+    page_size = table.page_size
+    one_page = table.width == 1 and (bounds is None or bounds.max_seq_k <= page_size)
+    return SizeClasses(_class(size), _class(batch.rows), _class(batch.max_q), _class(batch.keys), page_size, table.form, one_page)
 
 
 def _class(count: int | None) -> Any:

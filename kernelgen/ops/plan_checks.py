@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kernelgen.errors import DtypeError, SettingsError, ShapeError
+from kernelgen.guard import whole
 from kernelgen.ops.checks import check_last_contiguous, check_rank, shape_text
 from kernelgen.ops.planning import GraphBounds, mask_size_error
 from kernelgen.reference.checks import check_option
@@ -15,17 +16,22 @@ if TYPE_CHECKING:
     from kernelgen.ops.paged import State
 
 
-def check_sizes(num_q_heads: Any, num_kv_heads: Any, head_dim: Any, head_dim_v: Any) -> None:
-    """Head counts and head dims of a plan."""
-    dims = {"head_dim": head_dim, "head_dim_v": head_dim_v}
-    for name, size in (("num_q_heads", num_q_heads), ("num_kv_heads", num_kv_heads), *dims.items()):
-        if not isinstance(size, int):
-            raise ShapeError(f"{name}: got {size!r}, expected a whole number")
-    for name, size in dims.items():
+def check_sizes(num_q_heads: Any, num_kv_heads: Any, head_dim: Any, head_dim_v: Any) -> tuple[int, int, int, int]:
+    """Head counts and head dims of a plan, as Python ints."""
+    given = {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "head_dim_v": head_dim_v}
+    sizes: dict[str, int] = {}
+    for name, value in given.items():
+        size = whole(value)
+        if size is None:
+            raise ShapeError(f"{name}: got {value!r}, expected a whole number")
+        sizes[name] = size
+    num_q_heads, num_kv_heads, *dims = sizes.values()
+    for name, size in zip(("head_dim", "head_dim_v"), dims):
         if size % 8 or not 8 <= size <= 512:
             raise ShapeError(f"{name}: got {size}, expected a multiple of 8 from 8 to 512 (for MLA caches of 576: plan_mla)")
     if num_kv_heads < 1 or num_q_heads < 0 or num_q_heads % num_kv_heads:
         raise ShapeError(f"got num_q_heads={num_q_heads} and num_kv_heads={num_kv_heads}, expected a multiple")
+    return num_q_heads, num_kv_heads, dims[0], dims[1]
 
 
 def check_bounds(bounds: Any) -> None:

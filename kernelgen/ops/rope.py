@@ -13,7 +13,7 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DtypeError, SettingsError, ShapeError
-from kernelgen.guard import address_of, check_flags, check_required, needs_torch, outside_graphs, watched
+from kernelgen.guard import address_of, check_flags, check_required, needs_torch, outside_graphs, watched, whole
 from kernelgen.ops.checks import check_last_contiguous, check_output, check_same_dtype, check_tensors, number, shape_text
 from kernelgen.ops.memo import layout_of, new_memo, remember
 from kernelgen.problems.cache_ops import RopeProblem, Rotation
@@ -149,9 +149,9 @@ def describe_rotation(
             raise SettingsError("scaling: got it together with cos_sin_cache, expected one of them; make the cache with it")
         check_last_contiguous(cos_sin_cache=cos_sin_cache)
         rotary_dim = cos_sin_cache.shape[1]
-    size = head_dim if rotary_dim is None else rotary_dim
-    if isinstance(size, bool) or not isinstance(size, int) or size % 2 or not 2 <= size <= head_dim:
-        raise ShapeError(f"rotary_dim: got {size}, expected an even number from 2 up to D = {head_dim}")
+    size = head_dim if rotary_dim is None else whole(rotary_dim)
+    if size is None or size % 2 or not 2 <= size <= head_dim:
+        raise ShapeError(f"rotary_dim: got {rotary_dim!r}, expected an even number from 2 up to D = {head_dim}")
     if cos_sin_cache is not None:
         return Rotation(size, bool(interleaved), dtype_name(cos_sin_cache.dtype)), Angles(cos_sin_cache, theta, None, True)
     return Rotation(size, bool(interleaved)), Angles(_frequency_table(size, theta, scaling, device), theta, scaling, False)

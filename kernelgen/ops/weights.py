@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kernelgen.errors import DtypeError, SettingsError, ShapeError
-from kernelgen.guard import outside_graphs
+from kernelgen.guard import check_flags, outside_graphs, whole
 from kernelgen.ops.checks import check_tensors, shape_text
 
 VERSION = 1
@@ -110,7 +110,9 @@ def pack_weight(
         raise ShapeError(f"w: got shape {shape_text(w)}, expected (.., N, K)")
     if w.dtype not in (torch.uint8, *_SCALES):
         raise DtypeError(f"w: got {w.dtype}, expected float32, bfloat16, float16, or uint8 codes")
-    if format == "int4" and group_size not in GROUP_SIZES:
+    check_flags(symmetric=symmetric)
+    size = whole(group_size)
+    if format == "int4" and size not in GROUP_SIZES:
         raise SettingsError(f"group_size: got {group_size!r}, expected one of {', '.join(map(str, GROUP_SIZES))}")
     if format == "int4" and zero is not None and zero.dtype != torch.uint8:
         raise DtypeError(f"zero: got {zero.dtype}, expected uint8 with values 0 .. 15")
@@ -118,7 +120,7 @@ def pack_weight(
         raise ShapeError("zero: got one without scale, expected both: they are of one group")
     from kernelgen import reference  # slow to import, and packing is done beforehand
 
-    made = reference.pack_weight(w, format, group_size=group_size, symmetric=symmetric, scale=scale, zero=zero)
+    made = reference.pack_weight(w, format, group_size=size or group_size, symmetric=symmetric, scale=scale, zero=zero)
     weight = PackedWeight(made.format, made.shape, made.group_size, made.codes, made.scale, made.zero)
     _check(weight)
     return weight

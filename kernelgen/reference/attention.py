@@ -181,8 +181,8 @@ def merge_states(outs: torch.Tensor, lses: torch.Tensor, *,
 
     ``outs (n, T, H, D)`` any float dtype, ``lses (n, T, H)`` natural log, to ``out (T, H, D)`` and ``lse (T, H)``:
     ``lse = log(sum(exp(lse_i)))``, ``out = sum(exp(lse_i - lse) * out_i)``. A side of LSE -inf adds nothing whatever
-    its out holds; all sides -inf (or n = 0) give 0 and -inf. One non-empty side comes back exactly. Sinks must be in
-    one of the sides only. Raises ShapeError.
+    its out holds; all sides -inf (or n = 0) give 0 and -inf; one of +inf (of a sink of +inf) is the result. One non-empty
+    side comes back exactly. Sinks must be in one of the sides only. Raises ShapeError.
     """
     check_compute_dtype(compute_dtype)
     check_rank("outs", outs, (4,), "(n, T, H, D)")
@@ -191,7 +191,7 @@ def merge_states(outs: torch.Tensor, lses: torch.Tensor, *,
     values, logs = to_compute(outs, compute_dtype), to_compute(lses, compute_dtype)
     # One empty side in front makes the maximum of no sides at all defined.
     peak = torch.cat([logs.new_full((1, *logs.shape[1:]), float("-inf")), logs]).amax(0)
-    weights = torch.exp(logs - torch.where(peak == float("-inf"), 0.0, peak))
+    weights = torch.exp(torch.where(logs == float("inf"), 0.0, logs - torch.where(peak == float("-inf"), 0.0, peak)))
     total = weights.sum(0)
     empty = total == 0
     safe_total = torch.where(empty, 1.0, total)

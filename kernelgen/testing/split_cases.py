@@ -98,6 +98,7 @@ def _features(c: Call, device: str) -> dict[str, Any]:
         given["alibi_slopes"] = positive((c.batch, hq), 0) * 0.1
     if c.sinks:
         given["sinks"] = random_tensor((hq,), torch.float32, seed=seed + 1, device=device)
+        given["sinks"][0], given["sinks"][-1] = INF, -INF
     if c.scales:
         given |= {"k_scale": positive((c.batch, hkv), 2), "v_scale": positive((hkv,), 3)}
     if c.mask:

@@ -2,7 +2,8 @@
 
 A compiler gets a process group of its own. It is killed, and its folder removed, when the call is interrupted, when the
 interpreter ends under a background thread, and when this process dies without a word (SIGTERM's default action,
-SIGKILL): for that a shell of three lines waits on a pipe whose other end only we hold.
+SIGKILL): for that a shell of three lines waits on a pipe whose other end only we hold. The compiler itself starts behind
+a gate, which opens once that shell is there; until then our death closes the gate for good.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from pathlib import Path
 
 # $1: process group, $2: folder. A line says that all is well; the end of the pipe without one, that we are dead.
 _WATCH = 'read -r line || { kill -9 "-$1"; rm -rf -- "$2"; } 2>/dev/null'
+# $1: folder, then the compiler's command. A line opens; the end of the pipe without one, that we are dead.
+_GATE = 'read -r line || { command -p rm -rf -- "$1"; exit; }; shift; exec "$@" </dev/null'
+_CANNOT_START = (126, 127)  # what a shell says of a command that it cannot execute, or find
 _SHELL = "/bin/sh"
 
 # Process group -> the process that started it: a fork inherits the table, and must leave its parent's compilers alone.
@@ -37,14 +41,26 @@ def _stop_all() -> None:
 
 def run(command: list[str], folder: Path, environment: Mapping[str, str]) -> tuple[int, str]:
     """(exit status, everything printed) of ``command`` in ``folder``. Raises OSError where it cannot be started."""
-    process = subprocess.Popen(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True)
+    try:
+        result = _run([_SHELL, "-c", _GATE, "kernelgen-gate", str(folder), *command], folder, environment, "open\n")
+        if result[0] not in _CANNOT_START:
+            return result
+    except OSError:  # no shell, no such folder
+        pass
+    # By itself: the system says what is wrong with a command that cannot be started. A compiler may end with these numbers too.
+    return _run(command, folder, environment, None)
+
+
+def _run(command: list[str], folder: Path, environment: Mapping[str, str], line: str | None) -> tuple[int, str]:
+    """The same; ``line`` is all of its input, and comes when the watcher runs."""
+    process = subprocess.Popen(command, cwd=folder, env=environment, stdin=subprocess.PIPE if line else subprocess.DEVNULL,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True)
     _running[process.pid] = os.getpid()
     try:
         if _abandoned():  # started while the interpreter was ending: _stop_all may have missed it
             _kill(process.pid)
         with _watched(process.pid, folder):
-            out, err = process.communicate()
+            out, err = process.communicate(line)
     finally:
         if process.returncode is None:  # interrupted
             _kill(process.pid)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from kernelgen.errors import DtypeError, SettingsError, ShapeError
+from kernelgen.guard import whole
 from kernelgen.reference.masks import Variant
 from kernelgen.variants.make import variant
 
@@ -25,9 +26,10 @@ def _check_integers(name: str, x: torch.Tensor) -> None:
 
 
 def _check_positive(name: str, x: Any) -> int:
-    if isinstance(x, bool) or not isinstance(x, int) or x < 1:
+    value = whole(x)
+    if value is None or value < 1:
         raise SettingsError(f"{name}: got {x!r}, expected an integer >= 1")
-    return x
+    return value
 
 
 def alibi(slopes: torch.Tensor) -> Variant:
@@ -76,10 +78,12 @@ def prefix_lm(prefix_lens: torch.Tensor | int) -> Variant:
 
     The causality is part of the variant: call with ``causal=False``.
     """
-    if isinstance(prefix_lens, int):
-        return variant(mask=lambda ctx: (ctx.k_pos <= ctx.q_pos) | (ctx.k_pos < ctx.prefix_len), scalars={"prefix_len": prefix_lens},
+    one = whole(prefix_lens)
+    if one is not None:
+        return variant(mask=lambda ctx: (ctx.k_pos <= ctx.q_pos) | (ctx.k_pos < ctx.prefix_len), scalars={"prefix_len": one},
                        name="prefix_lm")
     _check_rank("prefix_lens", prefix_lens, (1,), "(B), or an int")
+    assert isinstance(prefix_lens, torch.Tensor)
     _check_integers("prefix_lens", prefix_lens)
     return variant(mask=lambda ctx: (ctx.k_pos <= ctx.q_pos) | (ctx.k_pos < ctx.prefix_lens[ctx.batch]),
                    tensors={"prefix_lens": prefix_lens}, name="prefix_lm")
@@ -93,9 +97,9 @@ def chunked(chunk_size: int) -> Variant:
 
 def window(left: int | None = None, right: int | None = None) -> Variant:
     """The argument ``window`` with sizes that are not compiled in: positions ``q_pos - left .. q_pos + right``, None = unbounded."""
-    for side, keys in (("left", left), ("right", right)):
-        if keys is not None and (isinstance(keys, bool) or not isinstance(keys, int) or keys < 0):
-            raise SettingsError(f"window: got {side} = {keys!r}, expected None or an integer >= 0")
+    for side, given in (("left", left), ("right", right)):
+        if given is not None and ((keys := whole(given)) is None or keys < 0):
+            raise SettingsError(f"window: got {side} = {given!r}, expected None or an integer >= 0")
     if left is None and right is None:
         raise SettingsError("window: got (None, None), expected a bound on one side at least")
 
@@ -107,7 +111,7 @@ def window(left: int | None = None, right: int | None = None) -> Variant:
             sides.append(ctx.k_pos <= ctx.q_pos + ctx.right)
         return sides[0] if len(sides) == 1 else sides[0] & sides[1]
 
-    sizes = {side: keys for side, keys in (("left", left), ("right", right)) if keys is not None}
+    sizes = {side: int(keys) for side, keys in (("left", left), ("right", right)) if keys is not None}
     return variant(mask=mask, scalars=sizes, name="window")
 
 

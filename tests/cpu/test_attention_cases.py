@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
 from kernelgen.testing import attention_cases
-from kernelgen.testing.attention_cases import AXES, Problem, check_many, make_problem, shrink, specs
+from kernelgen.testing.attention_cases import AXES, Outcome, Problem, Spec, check, check_many, make_problem, run, shrink, specs
 
 
 def test_specs_are_the_same_on_every_run() -> None:
@@ -46,3 +47,50 @@ def test_a_wrong_result_is_reported_with_its_seed_and_a_smaller_problem(monkeypa
         check_many(spec, 20)
     shrunk = str(error.value).partition("shrunk to ")[2]
     assert "seed=" in shrunk
+
+
+SCORE = Spec(dtype="fp32", kv="e4m3fn", dims=(8, 24), left=True, alibi=True, variant="score", kv_lens=True, scales="head",
+             batch_invariant=True)
+
+
+@pytest.mark.parametrize(("spec", "index"), [
+    # The float64 oracle's running sums, of values and of a score, were off by more than the kernel.
+    (Spec(dtype="fp64", kv="e4m3fn", dims=(64, 64), right="window", mask="dense", variant="sigmoid", scales="tensor"), 122),
+    (Spec(dtype="fp64", dims=(256, 256), right="causal", left=True, alibi=True, mask="dense", variant="weight", kv_lens=True,
+          batch_invariant=True), 169),
+    (Spec(dtype="fp64", kv="e5m2", dims=(72, 40), right="window", variant="weight", scales="head"), 140),
+    # One lucky plain evaluation: of a rest of ten rows, of heads with other slopes, of 216 rows in all.
+    (Spec(layout="paged", dtype="fp32", kv="e5m2", dims=(72, 40), variant="sigmoid", scales="page", pages="any", kv_layout="HND",
+          batch_invariant=True), 180),
+    (Spec(dtype="fp32", dims=(192, 128), alibi=True, variant="score", kv_lens=True, lse=True), 22), (SCORE, 47), (SCORE, 144), (SCORE, 148),
+    (Spec(layout="paged", dtype="fp32", dims=(192, 128), right="causal", left=True, alibi=True, mask="flat", variant="sigmoid",
+          pages="contiguous"), 170),
+    (Spec(layout="ragged", dtype="fp32", kv="e5m2", dims=(64, 64), mask="flat", variant="mask"), 5),
+], ids=str)
+def test_what_the_long_suite_found(spec: Spec, index: int) -> None:
+    check(make_problem(spec, index))
+
+
+@pytest.mark.parametrize("times", [0.0, 4.0])
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_second_look_is_no_excuse(monkeypatch: pytest.MonkeyPatch, which: int, times: float) -> None:
+    """A row that is off by four times the worst error of the plain evaluation anywhere is wrong, in the output as in the LSE."""
+    problem = make_problem(SCORE, 47)
+    problem = replace(problem, spec=replace(SCORE, lse=True))
+
+    def off(p: Problem, device: str, backend: str) -> Outcome:
+        r = run(p, device, backend)
+        for i, got in ((0, r.out), (1, r.lse)):
+            assert got is not None
+            got.copy_(r.exact[i])
+            if i == which:
+                error = (r.plain[i] - r.exact[i]).nan_to_num(0, 0, 0).abs().max() + 2**-24
+                got.view(-1)[3] += times * error
+        return r
+
+    monkeypatch.setattr(attention_cases, "run", off)
+    if times:
+        with pytest.raises(AssertionError, match="1 of .* rows beyond"):
+            check(problem)
+    else:
+        check(problem)

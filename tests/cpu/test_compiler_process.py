@@ -124,6 +124,28 @@ def test_without_a_shell_the_compiler_still_runs(tmp_path: Path, monkeypatch: py
     assert process.run(["true"], tmp_path, os.environ) == (0, "")
 
 
+def test_a_compiler_reads_nothing_and_keeps_its_words_and_status(tmp_path: Path) -> None:
+    script = 'cat; printf "<%s>" "$@"; exit 127'  # 127 is its own, not a shell's word for "not found"
+    assert process.run(["sh", "-c", script, "sh", "a b", "", "$c", "-n"], tmp_path, os.environ) == (127, "<a b><><$c><-n>")
+
+
+@pytest.mark.parametrize("command", ["no-such-compiler", "./gone/c++", "/etc"])
+def test_a_compiler_that_cannot_be_started_is_an_error_of_the_system(tmp_path: Path, command: str) -> None:
+    with pytest.raises(OSError, match=r"No such file|Permission denied"):
+        process.run([command, "-v"], tmp_path, os.environ)
+    with pytest.raises(FileNotFoundError):
+        process.run(["true"], tmp_path / "gone", os.environ)
+
+
+def test_a_gate_whose_process_died_starts_nothing_and_removes_the_folder(tmp_path: Path) -> None:
+    folder, mark = tmp_path / "a folder", tmp_path / "started"
+    folder.mkdir()
+    (folder / "source.cc").touch()
+    gate = [process._SHELL, "-c", process._GATE, "gate", str(folder), "touch", str(mark)]
+    subprocess.run(gate, stdin=subprocess.DEVNULL, check=True, cwd=folder)
+    assert not folder.exists() and not mark.exists()
+
+
 def test_a_compiler_that_is_no_program_is_named(tmp_path: Path, fresh_cache: Path) -> None:
     broken = tmp_path / "c++"
     broken.write_bytes(b"\x7fELF of another machine")

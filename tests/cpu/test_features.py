@@ -109,7 +109,52 @@ def test_given_by_both_ways_is_an_error_that_names_them() -> None:
     assert plan.soft_cap == 2.0 and plan.problem.window == (127, 0)
 
 
+MLA: dict[str, Any] = {"num_heads": 2, "head_dim_latent": 16, "head_dim_rope": 8, "q_dtype": torch.float8_e4m3fn}
+YARN = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}
+
+
+@pytest.mark.parametrize(("features", "arguments"), [
+    (AttentionFeatures(scale=0.25), {"scale": 0.25}),
+    (AttentionFeatures.deepseek(), {"scale": 192**-0.5}),
+    (AttentionFeatures.deepseek(YARN, batch_invariant=True), {"scale": 192**-0.5 * (0.1 * math.log(40) + 1) ** 2, "batch_invariant": True}),
+    (AttentionFeatures.deepseek(qk_nope_head_dim=32, qk_rope_head_dim=32, causal=False, kv_scales="page"),
+     {"scale": 0.125, "causal": False, "kv_scales": "page"}),
+])
+def test_plan_mla_takes_them(features: AttentionFeatures, arguments: dict[str, Any]) -> None:
+    table = PageTable.contiguous([5, 0, 9], 9)
+    plan, by_hand = kernelgen.plan_mla(table, **MLA, features=features), kernelgen.plan_mla(table, **MLA, **arguments)
+    assert plan.problem == by_hand.problem and plan.scale == pytest.approx(by_hand.scale, rel=1e-15)
+    assert kernelgen.explain("mla", table, **MLA, features=features).problem == plan.problem
+    tensors = [random_tensor(shape, torch.float8_e4m3fn, seed=3) for shape in ((3, 2, 16), (3, 2, 8), (3, 9, 24))]
+    scale = random_tensor((3, 1), seed=4).abs() if features.kv_scales else None
+    assert torch.equal(plan.run(*tensors, k_scale=scale), by_hand.run(*tensors, k_scale=scale))
+
+
+def test_the_scale_of_deepseek_is_that_of_the_models_own_code() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.DeepseekV3Config(num_hidden_layers=1, hidden_size=64, num_attention_heads=2, rope_scaling={
+        **YARN, "rope_theta": 10000.0, "rope_type": "yarn", "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096})
+    layer = transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3Attention(config, 0)
+    assert AttentionFeatures.deepseek(YARN).scale == pytest.approx(layer.scaling, rel=1e-12)
+
+
+def test_what_latent_attention_has_not_is_named() -> None:
+    table = PageTable.contiguous([5, 0, 9], 9)
+    for call in (lambda **k: kernelgen.plan_mla(table, **MLA, **k), lambda **k: kernelgen.explain("mla", table, **MLA, **k)):
+        with pytest.raises(SettingsError, match=r"features: got window=\(3, 0\), sinks=True, expected only causal, scale"):
+            call(features=AttentionFeatures.gpt_oss(4, scale=0.1))
+        with pytest.raises(SettingsError, match="scale, causal: got both|causal, scale: got both"):
+            call(features=AttentionFeatures.deepseek(), scale=0.1, causal=False)
+        with pytest.raises(SettingsError, match="kv_scales: got 'head', expected one of None, 'tensor', 'request_head', 'page'"):
+            call(features=AttentionFeatures.deepseek(kv_scales="head"))
+    for given in ({}, {"features": AttentionFeatures()}):
+        with pytest.raises(SettingsError, match="scale: got None, expected the model's own"):
+            kernelgen.plan_mla(table, **MLA, **given)
+
+
 @pytest.mark.parametrize(("make", "words"), [
+    (lambda: AttentionFeatures.deepseek([40]), r"rope_scaling: got \[40\], expected the dict"),  # type: ignore[arg-type]
+    (lambda: AttentionFeatures.deepseek(qk_nope_head_dim=0), "qk_nope_head_dim: got 0, expected a whole number >= 1"),
     (lambda: AttentionFeatures(causal=1), "causal: got 1, expected True or False"),  # type: ignore[arg-type]
     (lambda: AttentionFeatures(mask="bits"), "mask: got 'bits', expected one of None, 'dense', 'packed'"),
     (lambda: AttentionFeatures(kv_scales="row"), "kv_scales: got 'row'"),

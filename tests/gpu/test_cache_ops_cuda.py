@@ -103,8 +103,10 @@ def test_merge_states(dtype: torch.dtype) -> None:
         (1, 1, 1, 64), (2, 7, 5, 192), (9, 13, 3, 17), (0, 3, 2, 8), (3, 0, 2, 8), (40, 2, 1, 512))])
     inf, nan = float("inf"), float("nan")
     lses = torch.tensor([[nan, inf, 1e30, -3e38], [0.0, 0.0, 0.0, -3.4e38]], device=CUDA).unsqueeze(-1)
-    out, lse = kernelgen.merge_states(torch.ones(2, 4, 1, 8, dtype=dtype, device=CUDA), lses, backend="generated")
-    assert out[:2].isnan().all() and lse[:2].isnan().all() and (out[2:] == 1).all()
+    outs = torch.ones(2, 4, 1, 8, dtype=dtype, device=CUDA)
+    outs[1, 1] = 2.0
+    out, lse = kernelgen.merge_states(outs, lses, backend="generated")
+    assert out[0].isnan().all() and lse[0].isnan().all() and (out[1:] == 1).all() and bool(lse[1] == inf)
 
 
 def test_tokens_that_lead_nowhere_are_skipped() -> None:

@@ -21,6 +21,7 @@ from kernelgen.reference import (
 )
 from kernelgen.reference import attend as attend_module
 from kernelgen.testing.data import cu_seqlens, layouts, packed_qkv, poisoned_empty, random_tensor, random_tensors
+from kernelgen.variants import sigmoid
 
 INF, NAN = float("inf"), float("nan")
 
@@ -123,6 +124,17 @@ def test_equals_loops(name: str, q_len: int, kv_len: int) -> None:
         check(result, out[None], lse[None], 1e-7)  # slopes and sinks are float32 by contract
     else:
         check(result, out[None], lse[None])
+
+
+@pytest.mark.parametrize("keys", [64, 65, 1300])
+def test_many_like_terms_add_up_to_float64(keys: int) -> None:
+    """One running sum is off by 120 ulps at 1,300 keys; the exact sum of v is a whole number here."""
+    q, k, v = (torch.zeros(1, n, 1, 8, dtype=torch.float64) for n in (2, keys, keys))
+    v[:] = 1 + torch.arange(keys).view(1, -1, 1, 1) % 3
+    weight = 0.1192029220221175559  # sigmoid(-2)
+    out = attention(q, k, v, scale=0.0, variant=sigmoid(-2.0))
+    exact = math.fsum(weight * x for x in v[0, :, 0, 0].tolist())
+    torch.testing.assert_close(out, torch.full_like(out, exact), rtol=30 * 2**-53, atol=0)
 
 
 def test_default_scale_is_one_over_root_of_head_dim() -> None:

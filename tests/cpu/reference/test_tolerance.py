@@ -94,6 +94,17 @@ def test_a_wrong_small_tile_does_not_hide_behind_large_rows() -> None:
     assert not result.ok and result.failing_rows == 64
 
 
+def test_rows_left_over_are_judged_by_the_last_64() -> None:
+    exact = random_tensor((74, 8), seed=5).double()
+    plain, actual = exact.float(), exact.clone()
+    plain[:64] += 1e-5  # lucky in the last ten rows alone
+    actual[70, 3] += 1.5e-5
+    assert assert_close_to_reference(actual.float(), exact, plain, what="rest").ratio > 0.5
+    plain[10:64] = exact[10:64].float()  # and in all of the last 64
+    with pytest.raises(AssertionError, match="worst row"):
+        assert_close_to_reference(actual.float(), exact, plain, what="rest")
+
+
 def test_the_ulp_term_carries_an_exact_plain_evaluation() -> None:
     exact = torch.full((3, 4), 1.0, dtype=torch.float64)
     plain = exact.bfloat16()

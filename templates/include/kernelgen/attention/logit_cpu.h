@@ -7,7 +7,7 @@
 namespace kernelgen {
 
 // Logits are kept without their positive factor, which is applied to the difference from the maximum: such
-// differences are exact for logits of any size. The sign of the scale, and a scale of 0, go into the queries.
+// differences are exact for logits of any size. The sign of the scale, and a scale of 0, go into the queries (0 * inf is NaN).
 // Where a bias is added to them (G::kNatural) they are kept as they are.
 template <class G>
 struct Logit {
@@ -32,7 +32,7 @@ struct Logit {
     if (G::kNatural) natural = 1;
     factor = V::broadcast(Scalar(natural * kLog2E));
   }
-  static Scalar query_factor(const Params& p) { return kSoftCap || p.scale > 0 ? 1 : p.scale < 0 ? -1 : 0; }
+  static Scalar query_factor(const Params& p) { return p.scale == 0 ? 0 : kSoftCap || p.scale > 0 ? 1 : -1; }
 
   KERNELGEN_INLINE Reg kept(Reg dot) const {
     if constexpr (kSoftCap) {

@@ -55,7 +55,8 @@ void merge_states_cpu(const MergeParams& p, int64_t task, void* scratch) {
     // With nothing but NaN left, any finite peak gives NaN.
     const Sum from = peak == kNone ? Sum(0) : Sum(peak);
     Sum total = 0;
-    for (int64_t i = 0; i < row.count; ++i) total += row.weights[i] = std::exp(row.weights[i] - from);
+    for (int64_t i = 0; i < row.count; ++i)  // an LSE of +inf, a sink's, takes all of the weight
+      total += row.weights[i] = row.weights[i] == from ? Sum(1) : std::exp(row.weights[i] - from);
     row.scale = row.count ? Sum(1) / total : Sum(0);
     p.lse[token * p.lse_token_stride + head * p.lse_head_stride] =
         row.count ? static_cast<float>(from + std::log(total)) : kNone;

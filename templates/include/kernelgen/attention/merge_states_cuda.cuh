@@ -20,8 +20,9 @@ __device__ void merge_states_cuda(const MergeParams& p) {
   float peak = -infinity();
   for (int64_t i = 0; i < p.sides; ++i) peak = fmaxf(peak, lses[i * p.lses_side_stride]);  // a NaN reaches the sum instead
   if (peak == -infinity()) peak = 0.0f;
+  const auto weight_of = [peak](float lse) { return lse == peak ? 1.0f : expf(lse - peak); };  // +inf, a sink's, takes all of it
   float total = 0.0f;
-  for (int64_t i = 0; i < p.sides; ++i) total += expf(lses[i * p.lses_side_stride] - peak);
+  for (int64_t i = 0; i < p.sides; ++i) total += weight_of(lses[i * p.lses_side_stride]);
   const float scale = total == 0.0f ? 0.0f : 1.0f / total;
   if (threadIdx.x % Lanes == 0) {
     p.lse[token * p.lse_token_stride + head * p.lse_head_stride] = total == 0.0f ? -infinity() : peak + logf(total);
@@ -31,7 +32,7 @@ __device__ void merge_states_cuda(const MergeParams& p) {
     for (int64_t i = 0; i < p.sides; ++i) {
       const float lse = lses[i * p.lses_side_stride];
       if (lse == -infinity()) continue;
-      const float weight = expf(lse - peak);
+      const float weight = weight_of(lse);
       float x[Access];
       load_run<Access>(x, outs + i * p.outs_side_stride + c);
 #pragma unroll

@@ -61,12 +61,13 @@ struct Store {
     return true;
   }
 
-  // Takes the head's sink into a row's maximum and sum; returns what the row's output is to be multiplied with for it.
+  // Takes the head's sink into a row's maximum and sum; returns what the row's output is to be multiplied with for it: 0 for
+  // a sink of +inf, which takes all of the weight.
   __device__ static float add_sink(float sink, float& maximum, float& sum) {
     const float exponent = sink * kLog2E, next = fmaxf(maximum, exponent);
     if (next == -infinity()) return 1.0f;
     const float factor = exp2_approx(maximum - next);
-    sum = sum * factor + exp2_approx(exponent - next);
+    sum = sum * factor + (exponent == next ? 1.0f : exp2_approx(exponent - next));
     maximum = next;
     return factor;
   }

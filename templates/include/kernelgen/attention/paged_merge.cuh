@@ -121,7 +121,8 @@ struct PagedMerge {
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
       if (maxima[w] == -infinity()) continue;
-      const float factor = weight(maxima[w] - maximum);
+      const float behind = maxima[w] - maximum;
+      const float factor = behind == -infinity() ? 0.0f : weight(behind);  // of a sink of +inf
       sum += sums[w] * factor;
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
@@ -130,7 +131,10 @@ struct PagedMerge {
         total[i].y += v.y * factor;
       }
     }
-    if constexpr (Options::kSinks) sum += nothing ? 0.0f : exp2_approx((p.sinks[head] - maximum) * kLog2E);
+    if constexpr (Options::kSinks) {  // +inf takes all of the weight
+      const float sink = p.sinks[head];
+      sum += nothing ? 0.0f : sink == maximum ? 1.0f : exp2_approx((sink - maximum) * kLog2E);
+    }
     const float inverse = !Options::kSoftmax ? 1.0f : sum == 0.0f ? 0.0f : reciprocal_approx(sum);
     Out* out = static_cast<Out*>(p.out) + Rows::output(p, found, head);
 #pragma unroll

@@ -64,7 +64,10 @@ struct SplitItems {
     if constexpr (Options::kSinks) top = Body::sink_of(p, item.task, row);
     for (int64_t s = 0; s < item.splits; ++s) top = lse_of(s) > top ? lse_of(s) : top;
     if (top == double(G::kMinusInfinity)) top = 0;
-    if constexpr (Options::kSinks) total = __builtin_exp(Body::sink_of(p, item.task, row) - top);
+    if constexpr (Options::kSinks) {  // +inf takes all of the weight
+      const double sink = Body::sink_of(p, item.task, row);
+      total = sink == top ? 1 : __builtin_exp(sink - top);
+    }
     alignas(64) float sum[kHeadDimV] = {};
     for (int64_t s = 0; s < item.splits; ++s) {
       const float lse = lse_of(s);
