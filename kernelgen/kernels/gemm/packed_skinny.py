@@ -78,6 +78,7 @@ def supports(problem: GemmProblem, target: Target) -> Verdict:
         (p.a_order == "row", f"a has M contiguous, {ENTRY} needs K contiguous"),
         (p.alignment == 16, f"rows are aligned to {p.alignment} bytes, {ENTRY} needs 16"),
         (p.k > 0 and p.k % 32 == 0, f"K is {p.k}, {ENTRY} takes a multiple of 32"),
+        (p.n * p.k < 2**31, f"b has {p.n * p.k} codes, {ENTRY} counts to 2^31"),
         (p.n > 0, f"N is 0, {ENTRY} has nothing to do"),
         (not p.gated, f"a gate is not in {ENTRY}"),
         (p.out_scale is None, f"a quantised output is not in {ENTRY}"),

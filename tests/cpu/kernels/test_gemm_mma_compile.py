@@ -28,7 +28,8 @@ from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
 from kernelgen.testing.resources import ARCHS, assert_within_table, compiled, covered, measured
 
-FAMILIES = (gemm_mma.FAMILY, packed_skinny.FAMILY, grouped_gemm_mma.FAMILY, quantize_fp8_cuda.FAMILY, rmsnorm_cuda.FAMILY, silu_and_mul_cuda.FAMILY)
+FAMILIES = (gemm_mma.FAMILY, packed_skinny.FAMILY, grouped_gemm_mma.FAMILY, quantize_fp8_cuda.FAMILY, rmsnorm_cuda.FAMILY,
+            silu_and_mul_cuda.FAMILY)
 # sm_86 stands for every part with 99 KB of shared memory, sm_90a for the others: there all of coverage() compiles. The
 # other architectures compile the instructions in use once each, which is what could differ.
 FULL_ARCHS = ("sm_86", "sm_90a")

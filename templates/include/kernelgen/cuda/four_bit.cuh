@@ -30,7 +30,7 @@ __device__ inline uint32_t negative_pair(int number) {
 template <class T, bool Zero>
 __device__ inline uint32_t int4_pair(uint32_t word, int pair, uint32_t negative_zero) {
   const uint32_t bytes = __byte_perm(word, word >> 4, pair | (4 + pair) << 8);
-  const uint32_t raised = (bytes & 0x000f000fu) | kNibbleBase<T>;
+  const uint32_t raised = masked_or(bytes, 0x000f000fu, kNibbleBase<T>);
   if constexpr (Zero) {
     // In two steps: 128 + zero points above 127 are no bf16.
     return fma_pair<T>(fma_pair<T>(raised, kPairOfOnes<T>, kNibbleBase<T> | kSigns), kPairOfOnes<T>, negative_zero);
@@ -39,10 +39,15 @@ __device__ inline uint32_t int4_pair(uint32_t word, int pair, uint32_t negative_
   }
 }
 
-// The same for codes Pair and Pair + 4, which are 16 bits apart.
+// Codes Pair and Pair + 4, which are 16 bits apart: as 128 + code (bf16) or 1024 + code, and without that.
+template <class T>
+__device__ inline uint32_t int4_pair_raised(uint32_t word, int pair) {
+  return masked_or(word >> 4 * pair, 0x000f000fu, kNibbleBase<T>);
+}
+
 template <class T, bool Zero>
 __device__ inline uint32_t int4_pair_apart(uint32_t word, int pair, uint32_t negative_zero) {
-  const uint32_t raised = (word >> 4 * pair & 0x000f000fu) | kNibbleBase<T>;
+  const uint32_t raised = int4_pair_raised<T>(word, pair);
   if constexpr (Zero) {
     return fma_pair<T>(fma_pair<T>(raised, kPairOfOnes<T>, kNibbleBase<T> | kSigns), kPairOfOnes<T>, negative_zero);
   } else {

@@ -47,4 +47,19 @@ __device__ inline void store_16_aligned(void* target, const uint32_t (&words)[4]
   }
 }
 
+// Words of global memory that are read once: they leave no trace in L1, and L2 fetches their neighbours with them.
+template <int Words>
+__device__ inline void load_stream(uint32_t (&words)[Words], const void* source) {
+  static_assert(Words == 1 || Words == 2 || Words == 4, "a load has 4, 8 or 16 bytes");
+  if constexpr (Words == 4) {
+    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "l"(source));
+  } else if constexpr (Words == 2) {
+    asm volatile("ld.global.nc.L2::256B.v2.b32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "l"(source));
+  } else {
+    asm volatile("ld.global.nc.L2::256B.b32 %0, [%1];" : "=r"(words[0]) : "l"(source));
+  }
+}
+
 }  // namespace kernelgen

@@ -17,4 +17,11 @@ __device__ inline uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
   return d;
 }
 
+// (x & mask) | bits in one instruction: the compiler takes two where mask and bits are constants.
+__device__ inline uint32_t masked_or(uint32_t x, uint32_t mask, uint32_t bits) {
+  uint32_t y;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(y) : "r"(x), "r"(mask), "r"(bits));
+  return y;
+}
+
 }  // namespace kernelgen

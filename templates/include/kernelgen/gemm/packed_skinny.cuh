@@ -11,6 +11,10 @@
 // In the end the warps' totals are added up through shared memory, in a fixed order. Sums over k may run in any order that both
 // operands share: a lane multiplies neighbouring codes, and in pairs of the first and fifth, second and sixth, .. of eight, which lie
 // 16 bits apart in their word (four_bit.cuh).
+//
+// What limits it is how many instructions a code takes. So int4 codes beside a bf16 a are multiplied as 128 + code, which takes no
+// arithmetic; 128 and the zero point, times the sum of a's elements, are subtracted from a group's sum. That sum is one more product, by
+// ones. (A bf16 holds 128 + code exactly; the float32 sums are some 30 times as large as without, and lose 5 of their 24 bits.)
 #pragma once
 
 #include <kernelgen/activation/activations.cuh>
@@ -63,65 +67,78 @@ struct PackedSkinny : Options {
 
   __device__ static int chunk_at(int chunk) { return (chunk ^ (chunk / 4 & 3)) * 16; }
 
-  // What a lane needs of b for one step.
+  static constexpr bool kRaised = is_same_v<Code, int4_code> && is_same_v<T, bf16>;  // multiplied as 128 + code
+
+  // What a lane needs of b for one step. Zero points: as floats, plus 128, or negated pairs.
   struct Piece {
     uint32_t words[kTiles][2][kWords];
     float scales[kTiles][2][kGroups];
-    uint32_t negative_zero[kTiles][2][kZero ? kGroups : 1];
+    uint32_t zeros[kTiles][2][kZero ? kGroups : 1];
   };
 
-  // Columns of this lane, within b: 16 tile + 8 half + row_of_lane() from the block's first, at most the last.
-  __device__ static int column_of(const GemmMmaParams& p, int first, int tile, int half) {
-    return min(first + 16 * tile + 8 * half + row_of_lane(), p.n - 1);
-  }
+  // Where this lane's columns are: 16 tile + 8 half + row_of_lane() from the block's first, at most the last.
+  struct Columns {
+    uint32_t codes[kTiles][2], scales[kTiles][2], zeros[kTiles][kZero ? 2 : 1];  // in bytes; elements; bytes
 
-  // k0: the step's first element. What lies past the end is 0 in a.
-  __device__ static void load(Piece& piece, const GemmMmaParams& p, int first, int k0) {
-    const auto* scales = static_cast<const ScaleB*>(p.scale_b);
-    const int last = (p.k - 1) / kGroup;
+    __device__ Columns(const GemmMmaParams& p, int first, int warp) {
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
+      for (int i = 0; i < 2 * kTiles; ++i) {
+        const int tile = i / 2, half = i % 2, column = min(first + 16 * tile + 8 * half + row_of_lane(), p.n - 1);
+        codes[tile][half] = column * static_cast<uint32_t>(p.b_stride) + (warp * kStep + k_of_word(0)) / 2;
+        scales[tile][half] = column * static_cast<uint32_t>(p.scale_b_column);
+        if constexpr (kZero) zeros[tile][half] = column * static_cast<uint32_t>(p.zero_column);
+      }
+    }
+  };
+
+  // Of chunk `chunk`. What lies past the end is 0 in a.
+  __device__ static void load(Piece& piece, const GemmMmaParams& p, const Columns& columns, int warp, int chunk) {
+    const char* codes = static_cast<const char*>(p.b) + chunk * (kChunk / 2);
+    const int k0 = chunk * kChunk + warp * kStep, last = (p.k - 1) / kGroup;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int64_t column = column_of(p, first, tile, half);
-        const char* codes = static_cast<const char*>(p.b) + column * p.b_stride + k0 / 2;
+    for (int word = 0; word < kWords; word += kRun / 8) {
+      const bool exists = k0 + k_of_word(word) < p.k;
 #pragma unroll
-        for (int word = 0; word < kWords; word += kRun / 8) {
-          const int k = k_of_word(word);
-          uint32_t(&to)[kWords] = piece.words[tile][half];
-          if (k0 + k < p.k) {
-            const Run from = *reinterpret_cast<const Run*>(codes + k / 2);
+      for (int i = 0; i < 2 * kTiles; ++i) {
+        uint32_t run[kRun / 8] = {};
+        if (exists) load_stream(run, codes + columns.codes[i / 2][i % 2] + (k_of_word(word) - k_of_word(0)) / 2);
 #pragma unroll
-            for (int i = 0; i < kRun / 8; ++i) to[word + i] = from.word[i];
-          } else {
+        for (int j = 0; j < kRun / 8; ++j) piece.words[i / 2][i % 2][word + j] = run[j];
+      }
+    }
 #pragma unroll
-            for (int i = 0; i < kRun / 8; ++i) to[word + i] = 0;
-          }
-        }
+    for (int group = 0; group < kGroups; ++group) {
+      const int block = min(k0 / kGroup + group, last);
+      const auto* scales = static_cast<const ScaleB*>(p.scale_b) + block * p.scale_b_block;
+      const uint8_t* zeros = p.zero_b + block * p.zero_block;
 #pragma unroll
-        for (int group = 0; group < kGroups; ++group) {
-          const int64_t block = min(k0 / kGroup + group, last);
-          piece.scales[tile][half][group] = scale_value(scales[column * p.scale_b_column + block * p.scale_b_block]);
-          if constexpr (kZero) {
-            piece.negative_zero[tile][half][group] = negative_pair<T>(p.zero_b[column * p.zero_column + block * p.zero_block]);
-          }
+      for (int i = 0; i < 2 * kTiles; ++i) {
+        piece.scales[i / 2][i % 2][group] = scale_value(scales[columns.scales[i / 2][i % 2]]);
+        if constexpr (kZero) {
+          const int zero = zeros[columns.zeros[i / 2][i % 2]];
+          piece.zeros[i / 2][i % 2][group] = kRaised ? __float_as_uint(128.0f + zero) : negative_pair<T>(zero);
         }
       }
     }
   }
 
-  struct alignas(kRun / 2) Run {
-    uint32_t word[kRun / 8];
-  };
+  // kChunk elements of each row of a. Rows that a does not have are cleared once.
+  __device__ static void copy_a(const GemmMmaParams& p, uint32_t slot, int chunk) {
+    constexpr int kPieces = kChunk / 8;  // half as many as threads
+    const int piece = threadIdx.x % kPieces, k = chunk * kChunk + piece * 8;
+    const bool exists = k < p.k;
+    const char* source = static_cast<const char*>(p.a) + (exists ? k : 0) * 2;
+#pragma unroll 4
+    for (int token = threadIdx.x / kPieces; token < p.m; token += 2) {
+      cp_async_16(slot + token * kPitch + chunk_at(piece), source + token * p.a_stride, exists);
+    }
+  }
 
-  // Rows of a from k0 on, kChunk elements each.
-  __device__ static void copy_a(const GemmMmaParams& p, uint32_t slot, int k0) {
-    constexpr int kChunks = kChunk / 8;
-    for (int i = threadIdx.x; i < kTokens * kChunks; i += kThreads) {
-      const int token = i / kChunks, chunk = i % kChunks, k = k0 + chunk * 8;
-      const bool exists = token < p.m && k < p.k;
-      const char* row = static_cast<const char*>(p.a) + min(token, p.m - 1) * p.a_stride;
-      cp_async_16(slot + token * kPitch + chunk_at(chunk), row + (exists ? k : 0) * 2, exists);
+  __device__ static void clear_rows(const GemmMmaParams& p, uint32_t shared) {
+    constexpr int kPerSlot = kTokens * (kPitch / 16);
+    const uint32_t zeros[4] = {0, 0, 0, 0};
+    for (int i = threadIdx.x; i < kStages * kPerSlot; i += kThreads) {
+      if (i % kPerSlot / (kPitch / 16) >= p.m) store_chunk(shared + i * 16, zeros);
     }
   }
 
@@ -137,16 +154,41 @@ struct PackedSkinny : Options {
 
   using Sums = float[kTiles][kTokenTiles][4];
 
-  __device__ static uint32_t decode(uint32_t word, int pair, uint32_t negative_zero) {
-    if constexpr (is_same_v<Code, int4_code>) {
-      return int4_pair_apart<T, kZero>(word, pair, negative_zero);
+  __device__ static uint32_t decode(uint32_t word, int pair, uint32_t zero) {
+    if constexpr (kRaised) {
+      return int4_pair_raised<T>(word, pair);
+    } else if constexpr (is_same_v<Code, int4_code>) {
+      return int4_pair_apart<T, kZero>(word, pair, zero);
     } else {
       return e2m1_pair_apart<T>(word, pair);
     }
   }
 
+  // A group's sums times its scale to the totals. `ones`: the sums of a's rows, in every row of the product.
+  __device__ static void add(float (&totals)[4], const float (&partial)[4], const float (&ones)[4], const Piece& piece, int tile, int group) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float sum = partial[i];
+      if constexpr (kRaised) {
+        const float raised = kZero ? __uint_as_float(piece.zeros[tile][i / 2][kZero ? group : 0]) : 136.0f;
+        sum = fmaf(-raised, ones[i], sum);
+      }
+      totals[i] = fmaf(sum, piece.scales[tile][i / 2][group], totals[i]);
+    }
+  }
+
+  __device__ static void mma(float (&d)[4], const uint32_t (&b)[4], const uint32_t (&a)[4], int product, bool fresh) {
+    if (fresh) {
+      mma_m16n8k16_fresh<T>(d, b, a[2 * product], a[2 * product + 1]);
+    } else {
+      mma_m16n8k16<T>(d, b, a[2 * product], a[2 * product + 1]);
+    }
+  }
+
   __device__ static void multiply(Sums& totals, const Piece& piece, uint32_t slot, int warp) {
+    const uint32_t one[4] = {kPairOfOnes<T>, kPairOfOnes<T>, kPairOfOnes<T>, kPairOfOnes<T>};
     Sums partial;
+    float ones[kTokenTiles][4];
 #pragma unroll
     for (int word = 0; word < kWords; ++word) {
       const int group = group_of_word(word);
@@ -154,7 +196,13 @@ struct PackedSkinny : Options {
       const bool ends = word + 1 == kWords || group != group_of_word(word + 1);
       uint32_t a[kTokenTiles][4];
 #pragma unroll
-      for (int t = 0; t < kTokenTiles; ++t) load_a(a[t], slot, t, (warp * kStep + k_of_word(word)) / 8);
+      for (int t = 0; t < kTokenTiles; ++t) {
+        load_a(a[t], slot, t, (warp * kStep + k_of_word(word)) / 8);
+        if constexpr (kRaised) {
+          mma(ones[t], one, a[t], 0, begins);
+          mma(ones[t], one, a[t], 1, false);
+        }
+      }
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
@@ -162,39 +210,29 @@ struct PackedSkinny : Options {
           uint32_t b[4];
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            const int half = i % 2;
-            b[i] = decode(piece.words[tile][half][word], 2 * product + i / 2, piece.negative_zero[tile][half][kZero ? group : 0]);
+            b[i] = decode(piece.words[tile][i % 2][word], 2 * product + i / 2, piece.zeros[tile][i % 2][kZero ? group : 0]);
           }
 #pragma unroll
-          for (int t = 0; t < kTokenTiles; ++t) {
-            if (begins && product == 0) {
-              mma_m16n8k16_fresh<T>(partial[tile][t], b, a[t][2 * product], a[t][2 * product + 1]);
-            } else {
-              mma_m16n8k16<T>(partial[tile][t], b, a[t][2 * product], a[t][2 * product + 1]);
-            }
-          }
+          for (int t = 0; t < kTokenTiles; ++t) mma(partial[tile][t], b, a[t], product, begins && product == 0);
         }
         if (ends) {
 #pragma unroll
-          for (int t = 0; t < kTokenTiles; ++t) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) totals[tile][t][i] = fmaf(partial[tile][t][i], piece.scales[tile][i / 2][group], totals[tile][t][i]);
-          }
+          for (int t = 0; t < kTokenTiles; ++t) add(totals[tile][t], partial[tile][t], ones[t], piece, tile, group);
         }
       }
     }
   }
 
   // One chunk: a's is in the ring; the piece that was used is loaded anew, for two chunks later.
-  __device__ static void turn(Sums& totals, Piece& piece, const GemmMmaParams& p, uint32_t shared, int first, int warp, int chunk,
-                              int chunks) {
+  __device__ static void turn(Sums& totals, Piece& piece, const GemmMmaParams& p, const Columns& columns, uint32_t shared, int warp,
+                              int chunk, int chunks) {
     cp_async_wait<kStages - 2>();
     __syncthreads();  // all copies of this chunk have landed, and all warps are done with the slot that is refilled now
     const int ahead = chunk + kStages - 1;
-    if (ahead < chunks) copy_a(p, shared + ahead % kStages * kSlotBytes, ahead * kChunk);
+    if (ahead < chunks) copy_a(p, shared + ahead % kStages * kSlotBytes, ahead);
     cp_async_commit();
     multiply(totals, piece, shared + chunk % kStages * kSlotBytes, warp);
-    if (chunk + 2 < chunks) load(piece, p, first, (chunk + 2) * kChunk + warp * kStep);
+    if (chunk + 2 < chunks) load(piece, p, columns, warp, chunk + 2);
   }
 
   __device__ static void leave_sums(const Sums& totals, float* sums) {
@@ -261,12 +299,14 @@ struct PackedSkinny : Options {
     extern __shared__ __align__(128) unsigned char shared_memory[];
     const uint32_t shared = shared_address(shared_memory);
     const int warp = threadIdx.x / kWarpSize, first = blockIdx.x * kColumns, chunks = ceil_div(p.k, kChunk);
+    const Columns columns(p, first, warp);
     Piece even, odd;  // of chunks 0, 2, ... and 1, 3, ...
-    load(even, p, first, warp * kStep);
-    if (chunks > 1) load(odd, p, first, kChunk + warp * kStep);
+    load(even, p, columns, warp, 0);
+    if (chunks > 1) load(odd, p, columns, warp, 1);
+    clear_rows(p, shared);
 #pragma unroll 1
     for (int chunk = 0; chunk < kStages - 1; ++chunk) {
-      if (chunk < chunks) copy_a(p, shared + chunk * kSlotBytes, chunk * kChunk);
+      if (chunk < chunks) copy_a(p, shared + chunk * kSlotBytes, chunk);
       cp_async_commit();
     }
     Sums totals;
@@ -275,10 +315,10 @@ struct PackedSkinny : Options {
     int chunk = 0;
 #pragma unroll 1
     for (; chunk + 1 < chunks; chunk += 2) {
-      turn(totals, even, p, shared, first, warp, chunk, chunks);
-      turn(totals, odd, p, shared, first, warp, chunk + 1, chunks);
+      turn(totals, even, p, columns, shared, warp, chunk, chunks);
+      turn(totals, odd, p, columns, shared, warp, chunk + 1, chunks);
     }
-    if (chunk < chunks) turn(totals, even, p, shared, first, warp, chunk, chunks);
+    if (chunk < chunks) turn(totals, even, p, columns, shared, warp, chunk, chunks);
     cp_async_wait<0>();
     __syncthreads();  // all warps are done with the ring, which the sums overwrite
     float* sums = reinterpret_cast<float*>(shared_memory);
