@@ -78,15 +78,17 @@ struct PackedSkinny : Options {
 
   // Where this lane's columns are: 16 tile + 8 half + row_of_lane() from the block's first, at most the last.
   struct Columns {
-    uint32_t codes[kTiles][2], scales[kTiles][2], zeros[kTiles][kZero ? 2 : 1];  // in bytes; elements; bytes
+    uint32_t codes[kTiles][2], scales[kTiles][2], zeros[kTiles][kZero ? 2 : 1];  // in bytes
 
     __device__ Columns(const GemmMmaParams& p, int first, int warp) {
 #pragma unroll
       for (int i = 0; i < 2 * kTiles; ++i) {
         const int tile = i / 2, half = i % 2, column = min(first + 16 * tile + 8 * half + row_of_lane(), p.n - 1);
         codes[tile][half] = column * static_cast<uint32_t>(p.b_stride) + (warp * kStep + k_of_word(0)) / 2;
-        scales[tile][half] = column * static_cast<uint32_t>(p.scale_b_column);
+        scales[tile][half] = column * static_cast<uint32_t>(p.scale_b_column) * sizeof(ScaleB);
         if constexpr (kZero) zeros[tile][half] = column * static_cast<uint32_t>(p.zero_column);
+        // To be kept, not worked out anew for each load.
+        asm volatile("" : "+r"(codes[tile][half]), "+r"(scales[tile][half]));
       }
     }
   };
@@ -109,11 +111,11 @@ struct PackedSkinny : Options {
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
       const int block = min(k0 / kGroup + group, last);
-      const auto* scales = static_cast<const ScaleB*>(p.scale_b) + block * p.scale_b_block;
+      const char* scales = static_cast<const char*>(p.scale_b) + block * p.scale_b_block * static_cast<int64_t>(sizeof(ScaleB));
       const uint8_t* zeros = p.zero_b + block * p.zero_block;
 #pragma unroll
       for (int i = 0; i < 2 * kTiles; ++i) {
-        piece.scales[i / 2][i % 2][group] = scale_value(scales[columns.scales[i / 2][i % 2]]);
+        piece.scales[i / 2][i % 2][group] = scale_value(*reinterpret_cast<const ScaleB*>(scales + columns.scales[i / 2][i % 2]));
         if constexpr (kZero) {
           const int zero = zeros[columns.zeros[i / 2][i % 2]];
           piece.zeros[i / 2][i % 2][group] = kRaised ? __float_as_uint(128.0f + zero) : negative_pair<T>(zero);
