@@ -36,7 +36,7 @@ _PUBLIC = {
     "attention_varlen": "kernelgen.ops.attention",
     "gemm": "kernelgen.ops.gemm",
     "moe": "kernelgen.ops.moe",
-    "route": "kernelgen.ops.moe",
+    "route": "kernelgen.ops.route",
     "AttentionFeatures": "kernelgen.ops.features",
     "AttentionPlan": "kernelgen.ops.paged",
     "PageTable": "kernelgen.ops.page_table",
@@ -88,13 +88,13 @@ if TYPE_CHECKING:
     from kernelgen.ops.mla import MLAPlan as MLAPlan
     from kernelgen.ops.mla import plan_mla as plan_mla
     from kernelgen.ops.moe import moe as moe
-    from kernelgen.ops.moe import route as route
     from kernelgen.ops.page_table import PageTable as PageTable
     from kernelgen.ops.paged import AttentionPlan as AttentionPlan
     from kernelgen.ops.paged import plan_attention as plan_attention
     from kernelgen.ops.planning import GraphBounds as GraphBounds
     from kernelgen.ops.quantize import quantize_fp8 as quantize_fp8
     from kernelgen.ops.rope import rope as rope
+    from kernelgen.ops.route import route as route
     from kernelgen.ops.rows import rmsnorm as rmsnorm
     from kernelgen.ops.rows import silu_and_mul as silu_and_mul
     from kernelgen.ops.sdpa import sdpa as sdpa

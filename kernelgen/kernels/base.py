@@ -75,6 +75,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "merge_states": ("attention.merge_states_cpu", "attention.merge_states_cuda"),
     "rmsnorm": ("norm.rmsnorm_cpu", "norm.rmsnorm_cuda"),
     "rope": ("rope.rope_cpu", "rope.rope_cuda"),
+    "route": ("moe.route_cpu", "moe.route_cuda"),
     "quantize_fp8": ("quantize.quantize_fp8_cpu", "quantize.quantize_fp8_cuda"),
     "silu_and_mul": ("activation.silu_and_mul_cpu", "activation.silu_and_mul_cuda"),
 }

@@ -1,4 +1,4 @@
-"""moe and route: the mixture-of-experts layer and its router, through the dispatcher."""
+"""moe: the mixture-of-experts layer, through the dispatcher."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ from kernelgen.ops.checks import (
     shape_text,
 )
 from kernelgen.problems.common import alignment_of
-from kernelgen.problems.moe import MoeProblem, RouteProblem
+from kernelgen.problems.moe import MoeProblem
 from kernelgen.reference.activation import ACTIVATIONS, GATE_UP, is_gated
 from kernelgen.reference.checks import check_option
-from kernelgen.reference.route import METHODS
 from kernelgen.settings import settings
 from kernelgen.targets import Target, target_of
 
@@ -34,16 +33,6 @@ ExpertMap = torch.Tensor | Sequence[int] | range | tuple[int, int]
 Shared = tuple[torch.Tensor, torch.Tensor]
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _INDEX = (torch.int32, torch.int64)
-
-
-class RouteTensors(NamedTuple):
-    """logits (T, E), bias (E) or None; outputs weights (T, k) float32 and ids (T, k) int32."""
-
-    logits: torch.Tensor
-    bias: torch.Tensor | None
-    weights: torch.Tensor
-    ids: torch.Tensor
-    scaling: float
 
 
 class MoeTensors(NamedTuple):
@@ -63,31 +52,6 @@ class MoeTensors(NamedTuple):
     scale2: Scale | None = None
     shared: Shared | None = None
     expert_map: ExpertMap | None = None
-
-
-@outside_graphs
-def route(
-    logits: torch.Tensor, k: int, *, method: str = "softmax", renormalize: bool = True, bias: torch.Tensor | None = None,
-    num_groups: int | None = None, topk_groups: int | None = None, scaling: float = 1.0, backend: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k experts of each token and their weights, best first: logits (T, E) to weights (T, k) float32, ids (T, k) int32.
-
-    method   softmax       probabilities over all experts, the k largest; divided by their sum if ``renormalize``
-             topk_softmax  softmax over the k largest logits
-             sigmoid       sigmoid scores, the k largest (of score + bias), divided by their sum if ``renormalize``
-             deepseek_v3   chosen by sigmoid + ``bias``, within the best ``topk_groups`` of ``num_groups`` where these are
-                           given (a group counts its two best); weights are the unbiased scores, divided by their sum
-             llama4        sigmoid of the k largest logits
-    bias     (E), of logits' dtype or float32; every weight is finally multiplied by ``scaling``
-
-    Ties go to the lowest id. A NaN logit counts as -inf; a row with nothing above -inf gives ids 0 .. k - 1 and equal
-    weights. Raises ShapeError (k outside 1 .. E, groups that do not divide E or are too few for k), DtypeError,
-    DeviceError, LayoutError, SettingsError (method, or an argument that it does not take), NoBackendError.
-    """
-    problem, tensors = _describe_route(logits, k, method, renormalize, bias, num_groups, topk_groups, scaling)
-    _, run = prepare(problem, target_of(logits.device), backend, tensors)
-    result = run(tensors)
-    return (tensors.weights, tensors.ids) if result is None else result
 
 
 @outside_graphs
@@ -128,15 +92,6 @@ def moe(
     return tensors.out if result is None else result
 
 
-def explain_route(*args: Any, target: Target, backend: str, live: bool, **kwargs: Any) -> Decision:
-    """The decision for a route call with these arguments, without running it."""
-    defaults: dict[str, Any] = {
-        "method": "softmax", "renormalize": True, "bias": None, "num_groups": None, "topk_groups": None, "scaling": 1.0,
-    }
-    problem, _ = _describe_route(**(defaults | dict(zip(("logits", "k"), args)) | kwargs))
-    return choose(problem, target, backend, live=live)
-
-
 def explain_moe(*args: Any, target: Target, backend: str, live: bool, **kwargs: Any) -> Decision:
     """The decision for a moe call with these arguments, without running it. Shapes do: weights and ids get their own dtypes."""
     defaults: dict[str, Any] = {
@@ -152,24 +107,8 @@ def explain_moe(*args: Any, target: Target, backend: str, live: bool, **kwargs: 
     return choose(problem, target, backend, live=live)
 
 
-def run_reference(problem: RouteProblem | MoeProblem, tensors: Any) -> Any:
-    """Both ops by the float64 oracle: fills the outputs, or returns fresh ones where autograd needs the graph."""
-    return _reference_route(problem, tensors) if isinstance(problem, RouteProblem) else _reference_moe(problem, tensors)
-
-
-def _reference_route(p: RouteProblem, t: RouteTensors) -> tuple[torch.Tensor, torch.Tensor] | None:
-    from kernelgen import reference
-
-    weights, ids = reference.route(t.logits, p.k, method=p.method, renormalize=p.renormalize, bias=t.bias, num_groups=p.num_groups,
-                                   topk_groups=p.topk_groups, scaling=t.scaling)
-    if p.requires_grad:
-        return weights.to(torch.float32), ids
-    t.weights.copy_(weights)
-    t.ids.copy_(ids)
-    return None
-
-
-def _reference_moe(p: MoeProblem, t: MoeTensors) -> torch.Tensor | None:
+def run_reference(p: MoeProblem, t: MoeTensors) -> torch.Tensor | None:
+    """The float64 oracle: fills the output, or returns a fresh one where autograd needs the graph."""
     from kernelgen import reference
 
     result = reference.moe(
@@ -181,50 +120,6 @@ def _reference_moe(p: MoeProblem, t: MoeTensors) -> torch.Tensor | None:
         return result.to(t.out.dtype)
     t.out.copy_(result)
     return None
-
-
-def _describe_route(
-    logits: torch.Tensor, k: int, method: str, renormalize: bool, bias: torch.Tensor | None, num_groups: int | None,
-    topk_groups: int | None, scaling: float,
-) -> tuple[RouteProblem, RouteTensors]:
-    check_tensors(logits=logits, bias=bias)
-    check_rank("logits", logits, 2, "(T, E)")
-    check_last_contiguous(logits=logits, bias=bias)
-    _check_float("logits", logits)
-    check_option("method", method, METHODS)
-    tokens, experts = logits.shape
-    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= experts:
-        raise ShapeError(f"k: got {k!r}, expected a whole number from 1 to {experts}, the experts of logits {shape_text(logits)}")
-    if bias is not None:
-        if method not in ("sigmoid", "deepseek_v3"):
-            raise SettingsError(f"bias: got one with method {method!r}, expected 'sigmoid' or 'deepseek_v3', which select by it")
-        _check_shape("bias", bias, (experts,), "one entry per expert")
-        _check_side_dtype("bias", bias, logits)
-    _check_groups(method, experts, k, num_groups, topk_groups)
-    grad = torch.is_grad_enabled() and logits.requires_grad
-    problem = RouteProblem(
-        tokens=tokens, experts=experts, k=k, dtype=dtype_name(logits.dtype), method=method, renormalize=bool(renormalize),
-        bias=bias is not None, num_groups=num_groups, topk_groups=topk_groups, requires_grad=grad,
-        alignment=alignment_of(logits, bias),
-    )
-    weights = torch.empty((tokens, k), dtype=torch.float32, device=logits.device)
-    return problem, RouteTensors(logits, bias, weights, torch.empty_like(weights, dtype=torch.int32), float(scaling))
-
-
-def _check_groups(method: str, experts: int, k: int, num_groups: int | None, topk_groups: int | None) -> None:
-    if num_groups is None and topk_groups is None:
-        return
-    if num_groups is None or topk_groups is None:
-        raise SettingsError(f"got num_groups={num_groups} and topk_groups={topk_groups}, expected both or neither")
-    if method != "deepseek_v3":
-        raise SettingsError(f"num_groups: got one with method {method!r}, expected 'deepseek_v3', which selects in groups")
-    if num_groups < 1 or experts % num_groups:
-        raise ShapeError(f"num_groups: got {num_groups}, expected a divisor of {experts}, the number of experts")
-    if not 1 <= topk_groups <= num_groups:
-        raise ShapeError(f"topk_groups: got {topk_groups}, expected 1 to {num_groups}, the number of groups")
-    room = experts // num_groups * topk_groups
-    if k > room:
-        raise ShapeError(f"k: got {k}, expected at most {room}, the experts of {topk_groups} kept groups; raise topk_groups")
 
 
 def _describe_moe(

@@ -12,8 +12,10 @@ class RouteProblem:
     """Router logits (tokens, experts) to k experts and their weights for each token.
 
     method       "softmax", "topk_softmax", "sigmoid", "deepseek_v3" or "llama4"
-    bias         a selection bias is given
+    bias         a selection bias is given, of ``bias_dtype``
     num_groups, topk_groups   grouped selection; None = one group
+    counts       how often each expert is chosen is added up
+    alignment    as in AttentionProblem, over logits and bias
     """
 
     tokens: int
@@ -27,11 +29,18 @@ class RouteProblem:
     topk_groups: int | None = None
     requires_grad: bool = False
     alignment: int = 16
+    bias_dtype: str | None = None
+    counts: bool = False
 
     op = "route"
 
+    @property
+    def grouped(self) -> bool:
+        """Whether groups of experts are left out: with all of them kept they decide nothing."""
+        return self.num_groups is not None and self.num_groups != self.topk_groups
+
     def __str__(self) -> str:
-        words = flag_words(renormalize=self.renormalize, bias=self.bias, grad=self.requires_grad)
+        words = flag_words(renormalize=self.renormalize, bias=self.bias, counts=self.counts, grad=self.requires_grad)
         if self.num_groups is not None:
             words += f" groups={self.topk_groups}/{self.num_groups}"
         return f"route[t={self.tokens} e={self.experts} k={self.k} {self.dtype} {self.method}{words}]"

@@ -120,7 +120,9 @@ REACHED: dict[type, dict[str, dict[str, Any]]] = {
     RouteProblem: {
         ROUTE: dict(tokens=4, experts=8, k=2, method="softmax", renormalize=True, dtype="bf16"),
         f"{ROUTE} --no-renormalize --grad": dict(renormalize=False, requires_grad=True), f"{ROUTE} --alignment 2": dict(alignment=2),
-        f"{ROUTE} --method deepseek_v3 --bias --num-groups 4 --topk-groups 2": dict(bias=True, num_groups=4, topk_groups=2),
+        f"{ROUTE} --method deepseek_v3 --bias --num-groups 4 --topk-groups 2": dict(
+            bias=True, num_groups=4, topk_groups=2, bias_dtype="fp32"),
+        f"{ROUTE} --method sigmoid --bias --bias-dtype bf16 --counts": dict(bias_dtype="bf16", counts=True),
     },
     PagedAttentionProblem: {
         PAGED: dict(batch=2, seq_q=2, max_seq_q=1, seq_k=32, page_size=16, num_q_heads=4, num_kv_heads=4, head_dim=64, causal=True),
