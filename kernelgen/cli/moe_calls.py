@@ -38,7 +38,36 @@ def _route(o: Options) -> Call:
         "bias": meta((o["experts"],), o["bias_dtype"]) if o["bias"] else None, "counts": index(o["experts"]) if o["counts"] else None})
 
 
+def _moe_sort(o: Options) -> Call:
+    experts = o["experts"]
+    expert_map = {None: None, "range": (0, experts), "table": index(experts)}[o["expert_map"]]
+    ids = meta((o["tokens"], o["k"]), "fp32").to(index(1).dtype)
+    return Call((ids.long() if o["wide_ids"] else ids, experts), {"expert_map": expert_map})
+
+
+def _moe_permute(o: Options) -> Call:
+    weights = meta((o["tokens"], o["k"]), o["weight_dtype"]) if o["weight_dtype"] else None
+    return Call((meta((o["tokens"], o["hidden"]), o["dtype"], grad=o["grad"]), o["k"]), {"weights": weights})
+
+
+def _moe_unpermute(o: Options) -> Call:
+    weights = meta((o["tokens"], o["k"]), o["weight_dtype"]) if o["weight_dtype"] else None
+    addend = meta((o["tokens"], o["hidden"]), o["dtype"]) if o["addend"] else None
+    return Call((meta((o["tokens"] * o["k"], o["hidden"]), o["dtype"], grad=o["grad"]), o["k"], weights), {"addend": addend})
+
+
+_SLOTS = (number("--tokens", "Tokens.", required=True), number("--k", "Experts of a token.", required=True))
+_ROWS = (*_SLOTS, number("--hidden", "Width of a row.", required=True),
+         element("--weight-dtype", "With weights of the slots, of this type."))
 FORMS: dict[str, Form] = {
+    "moe_sort": Form("Slots of tokens grouped by expert.", (
+        *_SLOTS, number("--experts", "Experts that are here.", required=True),
+        choice("--expert-map", ("table", "range"), "With an expert map."),
+        flag("--wide-ids", "Ids of 64 bits."), DTYPE,
+    ), _moe_sort),
+    "moe_permute": Form("Tokens to the rows of their experts.", (*_ROWS, DTYPE, ALIGNMENT, GRAD), _moe_permute),
+    "moe_unpermute": Form("The weighted sum of each token's rows.", (
+        *_ROWS, flag("--addend", "With something added last."), DTYPE, ALIGNMENT, GRAD), _moe_unpermute),
     "moe": Form("A mixture-of-experts layer.", (
         *(number(f"--{name}", help, required=True) for name, help in (
             ("tokens", "Rows of x."), ("hidden", "Width of x."), ("intermediate", "I of w13 (E, 2 I, H) and w2 (E, H, I)."),

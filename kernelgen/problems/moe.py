@@ -103,3 +103,90 @@ class MoeProblem:
         dtype = self.x_dtype if self.x_dtype == self.weight_dtype else f"{self.x_dtype}x{self.weight_dtype}"
         return (f"moe[t={self.tokens} h={self.hidden} i={self.intermediate} e={self.experts} k={self.k} {dtype} "
                 f"{self.activation}{words}]")
+
+
+@dataclass(frozen=True)
+class MoeSortProblem:
+    """The slots (tokens, k) grouped by expert, in the order of (token, slot) within one.
+
+    id_dtype    "int32" or "int64"
+    expert_map  as in MoeProblem
+    """
+
+    tokens: int
+    k: int
+    experts: int
+    id_dtype: str = "int32"
+    expert_map: str | None = None
+    requires_grad: bool = False
+
+    op = "moe_sort"
+
+    @property
+    def slots(self) -> int:
+        return self.tokens * self.k
+
+    def __str__(self) -> str:
+        words = f" map={self.expert_map}" if self.expert_map else ""
+        return f"moe_sort[t={self.tokens} k={self.k} e={self.experts} {self.id_dtype}{words}{flag_words(grad=self.requires_grad)}]"
+
+
+@dataclass(frozen=True)
+class MoePermuteProblem:
+    """x (tokens, width) copied to the rows of its k slots.
+
+    weight_dtype  None, or of the weights (tokens, k) that multiply each copy
+    scales        None, or float32 scales of each token that move along; x are codes then, and weights multiply the scales
+    alignment     as in AttentionProblem, over x and rows
+    """
+
+    tokens: int
+    k: int
+    width: int
+    dtype: str
+    weight_dtype: str | None = None
+    scales: int | None = None
+    alignment: int = 16
+    requires_grad: bool = False
+
+    op = "moe_permute"
+
+    @property
+    def copies(self) -> bool:
+        """Elements stay what they are."""
+        return self.weight_dtype is None or self.scales is not None
+
+    def __str__(self) -> str:
+        words = f" weights={self.weight_dtype}" if self.weight_dtype else ""
+        words += f" scales={self.scales}" if self.scales is not None else ""
+        words += f" align={self.alignment}" if self.alignment < 16 else ""
+        return f"moe_permute[t={self.tokens} k={self.k} w={self.width} {self.dtype}{words}{flag_words(grad=self.requires_grad)}]"
+
+
+@dataclass(frozen=True)
+class MoeUnpermuteProblem:
+    """out (tokens, width) = the sum of each token's rows, in the order of its slots, times their weights; then an addend.
+
+    weight_dtype  None: every weight is 1
+    addend        None, or its dtype
+    alignment     as in AttentionProblem, over rows, out, addend
+    """
+
+    tokens: int
+    k: int
+    width: int
+    dtype: str
+    out_dtype: str
+    weight_dtype: str | None = "fp32"
+    addend: str | None = None
+    alignment: int = 16
+    requires_grad: bool = False
+
+    op = "moe_unpermute"
+
+    def __str__(self) -> str:
+        words = f" weights={self.weight_dtype}" if self.weight_dtype else ""
+        words += f" addend={self.addend}" if self.addend else ""
+        words += f" align={self.alignment}" if self.alignment < 16 else ""
+        dtype = self.dtype if self.dtype == self.out_dtype else f"{self.dtype}->{self.out_dtype}"
+        return f"moe_unpermute[t={self.tokens} k={self.k} w={self.width} {dtype}{words}{flag_words(grad=self.requires_grad)}]"

@@ -21,7 +21,7 @@ from kernelgen.dispatch.explain import OPS
 from kernelgen.problems.attention import AttentionProblem
 from kernelgen.problems.cache_ops import AppendProblem, MergeProblem, RopeProblem, Rotation
 from kernelgen.problems.gemm import GemmProblem, GroupedGemmProblem
-from kernelgen.problems.moe import MoeProblem, RouteProblem
+from kernelgen.problems.moe import MoePermuteProblem, MoeProblem, MoeSortProblem, MoeUnpermuteProblem, RouteProblem
 from kernelgen.problems.paged import PagedAttentionProblem
 from kernelgen.problems.quantize import QuantizeProblem
 from kernelgen.problems.rows import RmsNormProblem, SiluAndMulProblem
@@ -34,6 +34,7 @@ GEMM, PAGED = "gemm --mnk 32,64,48", "paged_attention --kv-lens 20,7 --q-heads 4
 GROUPED = "grouped_gemm --groups 8 --mnk 32,64,48"
 MOE, ROUTE = "moe --tokens 4 --hidden 256 --intermediate 128 --experts 8 --k 2", "route --tokens 4 --experts 8 --k 2"
 APPEND, ROW_OF_8 = "append_kv --tokens 5 --kv-heads 2 --head-dim 64", "--head-dim-rope 8"
+ROWS = "moe_{}permute --tokens 4 --k 2 --hidden 64"
 FP8_MOE = f"{MOE} --weight-dtype e4m3 --scales"
 
 
@@ -123,6 +124,19 @@ REACHED: dict[type, dict[str, dict[str, Any]]] = {
         f"{ROUTE} --method deepseek_v3 --bias --num-groups 4 --topk-groups 2": dict(
             bias=True, num_groups=4, topk_groups=2, bias_dtype="fp32"),
         f"{ROUTE} --method sigmoid --bias --bias-dtype bf16 --counts": dict(bias_dtype="bf16", counts=True),
+    },
+    MoeSortProblem: {
+        "moe_sort --tokens 4 --k 2 --experts 8": dict(tokens=4, k=2, experts=8, id_dtype="int32", expert_map=None, requires_grad=False),
+        "moe_sort --tokens 4 --k 2 --experts 8 --wide-ids --expert-map table": dict(id_dtype="int64", expert_map="table"),
+    },
+    MoePermuteProblem: {
+        ROWS.format(""): dict(tokens=4, k=2, width=64, dtype="bf16", weight_dtype=None, scales=None),
+        ROWS.format("") + " --weight-dtype fp32 --alignment 4 --grad": dict(weight_dtype="fp32", alignment=4, requires_grad=True),
+    },
+    MoeUnpermuteProblem: {
+        ROWS.format("un"): dict(tokens=4, k=2, width=64, dtype="bf16", out_dtype="bf16", weight_dtype=None, addend=None),
+        ROWS.format("un") + " --weight-dtype fp32 --addend --alignment 4 --grad": dict(
+            weight_dtype="fp32", addend="bf16", alignment=4, requires_grad=True),
     },
     PagedAttentionProblem: {
         PAGED: dict(batch=2, seq_q=2, max_seq_q=1, seq_k=32, page_size=16, num_q_heads=4, num_kv_heads=4, head_dim=64, causal=True),

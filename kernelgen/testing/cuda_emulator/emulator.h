@@ -287,3 +287,12 @@ inline unsigned __reduce_max_sync(unsigned, unsigned value) {
   emulator::warp_wait();
   return most;
 }
+inline unsigned __match_any_sync(unsigned, int value) {
+  auto& slots = emulator::warp_slots[emulator::warp()].value;
+  slots[emulator::thread() % 32] = static_cast<unsigned>(value);
+  emulator::warp_wait();
+  unsigned same = 0;
+  for (int i = 0; i < 32; ++i) same |= static_cast<unsigned>(slots[i] == static_cast<unsigned>(value)) << i;
+  emulator::warp_wait();
+  return same;
+}
