@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -64,3 +64,26 @@ class UnpermuteTensors(NamedTuple):
     out: torch.Tensor
     weights: torch.Tensor | None = None
     addend: torch.Tensor | None = None
+
+
+class MoeTensors(NamedTuple):
+    """Shapes as in moe; w13 and w2 may be PackedWeight. Scales are tensors; ``expert_map`` as given, ``table`` (E_global) int32 and
+    ``first`` what kernels see of it.
+    """
+
+    x: torch.Tensor
+    w13: Any
+    w2: Any
+    weights: torch.Tensor
+    ids: torch.Tensor
+    out: torch.Tensor
+    alpha: float | None = None
+    limit: float | None = None
+    bias13: torch.Tensor | None = None
+    bias2: torch.Tensor | None = None
+    scale13: torch.Tensor | None = None
+    scale2: torch.Tensor | None = None
+    shared: tuple[torch.Tensor, torch.Tensor] | None = None
+    expert_map: Any = None
+    table: torch.Tensor | None = None
+    first: int = 0

@@ -8,6 +8,7 @@ import click
 
 from kernelgen.cli.gemm_calls import GATE_UP
 from kernelgen.cli.options import ALIGNMENT, DTYPE, GRAD, NONDETERMINISTIC, Call, Form, Options, choice, element, flag, index, meta, number
+from kernelgen.errors import ShapeError
 
 
 def _moe(o: Options) -> Call:
@@ -15,10 +16,12 @@ def _moe(o: Options) -> Call:
 
     t, h, i, e, k, dtype = (o[name] for name in ("tokens", "hidden", "intermediate", "experts", "k", "dtype"))
     halves, weights = 2 if is_gated(o["activation"]) else 1, o["weight_dtype"] or dtype
-    w13, w2 = (e, halves * i, h), (e, h, i)
+    w13, w2, bias = (e, halves * i, h), (e, h, i), o["bias_dtype"] or dtype
+    if o["packed"] and (o["weight_dtype"] or o["scales"]):
+        raise ShapeError("got --packed with --weight-dtype or --scales, expected it alone: packed weights carry their scales")
     kwargs: dict[str, Any] = {
         "activation": o["activation"], "alpha": o["alpha"], "limit": o["limit"], "gate_up": o["gate_up"],
-        "bias13": meta(w13[:2], dtype) if o["bias13"] else None, "bias2": meta(w2[:2], dtype) if o["bias2"] else None,
+        "bias13": meta(w13[:2], bias) if o["bias13"] else None, "bias2": meta(w2[:2], bias) if o["bias2"] else None,
         "weights_on_input": o["weights_on_input"], "deterministic": not o["nondeterministic"],
         "expert_map": {None: None, "range": (0, e), "table": index(e)}[o["expert_map"]],
     }
@@ -28,8 +31,23 @@ def _moe(o: Options) -> Call:
         shapes = {"tensor": lambda _: (), "expert": lambda w: w[:1], "channel": lambda w: w[:2],
                   "block_128x128": lambda w: (w[0], -(-w[1] // 128), -(-w[2] // 128))}
         kwargs |= {name: meta(shapes[o["scales"]](w), "fp32") for name, w in (("scale13", w13), ("scale2", w2))}
-    return Call((meta((t, h), dtype, grad=o["grad"]), meta(w13, weights), meta(w2, weights), meta((t, k), "fp32"), index(t, k)),
-                kwargs)
+    experts = [_packed(o, shape) if o["packed"] else meta(shape, weights) for shape in (w13, w2)]
+    ids = index(t, k)
+    return Call((meta((t, h), dtype, grad=o["grad"]), *experts, meta((t, k), o["slot_dtype"] or "fp32"),
+                 ids.long() if o["wide_ids"] else ids), kwargs)
+
+
+def _packed(o: Options, shape: tuple[int, int, int]) -> Any:
+    """A packed weight (E, N, K)."""
+    import torch
+
+    from kernelgen.ops.weights import PackedWeight
+
+    group = 32 if o["packed"] == "mxfp4" else int(o["group_size"])
+    scales = (*shape[:2], -(-shape[2] // group))
+    codes, exponents = (torch.empty(s, dtype=torch.uint8, device="meta") for s in ((*shape[:2], -(-shape[2] // 2)), scales))
+    scale = exponents if o["packed"] == "mxfp4" else meta(scales, o["dtype"])
+    return PackedWeight(o["packed"], shape, group, codes, scale, exponents if o["zero_points"] else None)
 
 
 def _route(o: Options) -> Call:
@@ -78,6 +96,11 @@ FORMS: dict[str, Form] = {
         choice("--expert-map", ("table", "range"), "With an expert map."), flag("--weights-on-input"),
         element("--weight-dtype", "Element type of w13 and w2 (default: x's)."),
         choice("--scales", ("tensor", "expert", "channel", "block_128x128"), "Recipe of fp8 weights."),
+        choice("--packed", ("int4", "mxfp4"), "Packed weights."), flag("--zero-points", "Of packed int4 weights."),
+        click.option("--group-size", type=click.Choice(("32", "64", "128")), default="128", show_default=True,
+                     help="Of packed int4 weights."),
+        element("--bias-dtype", "Element type of the biases (default: x's)."), element("--slot-dtype", "Of the slots' weights (fp32)."),
+        flag("--wide-ids", "Ids of 64 bits."),
         NONDETERMINISTIC, DTYPE, ALIGNMENT, GRAD,
     ), _moe),
     "route": Form("Router logits to experts and weights.", (

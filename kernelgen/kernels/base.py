@@ -65,6 +65,50 @@ class KernelFamily:
     grid: Callable[[Any, Target], Iterable[Any]] | None = None
 
 
+@dataclass(frozen=True)
+class Composition:
+    """A call that is made of several generated kernels, each chosen by dispatch for its own problem.
+
+    name, op    as of a KernelFamily
+    supports    (problem, target) -> Verdict: what the steps cannot be asked
+    steps       (problem) -> (name of the step, its problem) in the order in which they run
+    bind        (problem, prepare, tensors) -> run(tensors), with prepare(name of a step, its tensors) -> run of that step
+    """
+
+    name: str
+    op: str
+    supports: Callable[[Any, Target], Verdict]
+    steps: Callable[[Any], tuple[tuple[str, Any], ...]]
+    bind: Callable[[Any, Callable[[str, Any], Callable[[Any], Any]], Any], Callable[[Any], None]]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The config of a composition: (name, decision) of each step."""
+
+    decisions: tuple[tuple[str, Decision], ...]
+
+    def __str__(self) -> str:
+        """Each kernel once, without its folder; products with their configs."""
+        words = []
+        for _, decision in self.decisions:
+            chosen = decision.chosen
+            assert chosen is not None
+            config = f" ({chosen.config})" if chosen.kernel.startswith("gemm/") else ""
+            words.append(chosen.kernel.split("/")[-1] + config)
+        return ", ".join(words)
+
+
+# op -> module whose COMPOSITION runs it.
+_COMPOSITIONS = {"moe": "moe.layer"}
+
+
+def composition(op: str) -> Composition | None:
+    """The generated kernels of an op that takes several, as one."""
+    module = _COMPOSITIONS.get(op)
+    return import_module(f"kernelgen.kernels.{module}").COMPOSITION if module else None
+
+
 # op -> modules whose FAMILY runs it, imported when the op is first used. Those of CPU kernels end in _cpu.
 _MODULES: dict[str, tuple[str, ...]] = {
     "attention": ("attention.prefill_cpu", "attention.split_cpu", "attention.prefill_mma", "attention.split_mma"),

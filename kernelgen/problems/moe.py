@@ -47,6 +47,19 @@ class RouteProblem:
 
 
 @dataclass(frozen=True)
+class PackedForm:
+    """How a packed weight lies in memory: as in GemmProblem."""
+
+    format: str
+    group_size: int
+    scale_dtype: str
+    zero_points: bool
+
+    def __str__(self) -> str:
+        return f"{self.format}/{self.group_size}"
+
+
+@dataclass(frozen=True)
 class MoeProblem:
     """One mixture-of-experts layer.
 
@@ -54,12 +67,15 @@ class MoeProblem:
     experts          experts whose weights are here (local ones, with an expert map)
     intermediate     I: w13 is (experts, 2 I, hidden), or (experts, I, hidden) for an ungated activation
     k                slots of each token
-    weight_dtype     element type of w13 and w2;  scales: None, "tensor", "expert", "channel", "block_128x128" (fp8 recipe)
+    weight_dtype     element type of w13 and w2;  scales: None, "tensor", "expert", "channel", "block_128x128" (fp8 recipe), or those
+                     of w13 and of w2 with a slash between them
+    packed           forms of w13 and w2, where they are packed; ``weight_dtype`` is then the format of w13
     gate_up          "gate_first", "up_first" or "interleaved"; only gated activations look at it
     limit            the activation clamps its inputs (always for swiglu_oai)
     shared           intermediate size of the shared expert, None without one
     expert_map       None, "table" (of every global expert) or "range" (of the local ones)
-    alignment        as in AttentionProblem, over x, w13, w2, out
+    alignment        as in AttentionProblem, over x, w13, w2, out, shared
+    bias13_dtype, bias2_dtype, slot_dtype, id_dtype   of the biases, of ``weights`` and of ``ids``
     """
 
     tokens: int
@@ -83,15 +99,30 @@ class MoeProblem:
     deterministic: bool = True
     requires_grad: bool = False
     alignment: int = 16
+    packed: tuple[PackedForm, PackedForm] | None = None
+    bias13_dtype: str | None = None
+    bias2_dtype: str | None = None
+    slot_dtype: str = "fp32"
+    id_dtype: str = "int32"
 
     op = "moe"
+
+    @property
+    def slots(self) -> int:
+        return self.tokens * self.k
+
+    @property
+    def wide(self) -> int:
+        """Rows of w13 per expert."""
+        return 2 * self.intermediate if self.gated else self.intermediate
 
     def __str__(self) -> str:
         words = flag_words(
             limit=self.limit, bias13=self.bias13, bias2=self.bias2, weights_on_input=self.weights_on_input,
             nondeterministic=not self.deterministic, grad=self.requires_grad,
         )
-        for label, value in (("scales", self.scales), ("shared", self.shared), ("map", self.expert_map)):
+        packed = None if self.packed is None else ",".join(dict.fromkeys(map(str, self.packed)))
+        for label, value in (("scales", self.scales), ("packed", packed), ("shared", self.shared), ("map", self.expert_map)):
             if value is not None:
                 words += f" {label}={value}"
         if self.gated and self.gate_up != "gate_first":
