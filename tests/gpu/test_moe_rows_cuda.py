@@ -45,6 +45,20 @@ def test_large_rows(dtype: str) -> None:
     run_permute(replace(PERMUTES["codes"], tokens=300, width=7168, scales=56), permute_cuda.FAMILY, target_of("cuda"), build.kernel, "cuda")
 
 
+def test_c18_rows_beyond_32_bits() -> None:
+    """1,525,300 rows of 2,816: their product passes 2^32, and the last rows are where they belong."""
+    tokens, k, width = 152_530, 10, 2_816
+    if torch.cuda.mem_get_info()[0] < 16 << 30:
+        pytest.skip("needs 16 GiB of free device memory")
+    ids = torch.arange(tokens * k, dtype=torch.int32, device="cuda").view(tokens, k) % 64
+    x = random_tensor((tokens, 1), torch.bfloat16, seed=1, device="cuda").expand(tokens, width).contiguous()
+    sort = kernelgen.moe_sort(ids, 64, backend="generated")
+    rows = kernelgen.moe_permute(x, sort, backend="generated")
+    assert_bits_equal(rows[-1000:], x[sort.token_of_row[-1000:].long()], what="the last rows")
+    back = kernelgen.moe_unpermute(rows, sort, None, backend="generated")
+    assert_bits_equal(back[-1000:], (x[-1000:].float() * k).to(torch.bfloat16), what="the last tokens")
+
+
 def test_repeats_and_graphs() -> None:
     """1,000 sorts give equal bits; a captured round trip follows new ids."""
     generator = torch.Generator().manual_seed(1)
