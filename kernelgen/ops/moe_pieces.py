@@ -75,9 +75,25 @@ def moe_permute(x: torch.Tensor, sort: MoESort, *, weights: torch.Tensor | None 
     x of any dtype, fp8 codes and float32 scales too. ``weights`` (T, k), float32 or x's dtype, multiply floating rows. Raises
     ShapeError, DtypeError, DeviceError, LayoutError, NoBackendError.
     """
+    slots = getattr(sort, "row_of_slot", None)
+    key: Any = None
+    if type(x) in ORDINARY and type(slots) in ORDINARY and not watched():
+        key = ("permute", layout_of(x), layout_of(slots), layout_of(weights), backend, _wants_gradient(x, weights))
+        call = _calls.get(key)
+        if call is not None:
+            return call(x, slots, weights)
     check_backend(backend)
     problem, tensors = _describe_permute(x, sort, weights)
-    _, run = prepare(problem, target_of(x.device), backend, tensors)
+    decision, run = prepare(problem, target_of(x.device), backend, tensors)
+    if key is not None and _may_be_prepared(decision, tensors.row_of_slot, slots):
+        shape = tuple(tensors.rows.shape)
+
+        def again(x: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+            rows = x.new_empty(shape)
+            run(PermuteTensors(x, slots, rows, weights))
+            return rows
+
+        remember(_calls, key, again)
     result: torch.Tensor | None = run(tensors)
     return tensors.rows if result is None else result
 
@@ -93,11 +109,38 @@ def moe_unpermute(
     (float64 of float64 rows), in the order of the slots, then ``addend`` (T, H), and rounded once. Raises ShapeError,
     DtypeError, DeviceError, LayoutError, NoBackendError.
     """
+    slots = getattr(sort, "row_of_slot", None)
+    key: Any = None
+    if type(rows) in ORDINARY and type(slots) in ORDINARY and not watched():
+        key = ("unpermute", *map(layout_of, (rows, slots, weights, addend, out)), backend, _wants_gradient(rows, weights, addend))
+        call = _calls.get(key)
+        if call is not None:
+            return call(rows, slots, weights, addend, out)
     check_backend(backend)
     problem, tensors = _describe_unpermute(rows, sort, weights, addend, out)
-    _, run = prepare(problem, target_of(rows.device), backend, tensors)
+    decision, run = prepare(problem, target_of(rows.device), backend, tensors)
+    if key is not None and _may_be_prepared(decision, tensors.row_of_slot, slots):
+        shape = tuple(tensors.out.shape)
+
+        def again(
+            rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor | None, addend: torch.Tensor | None, out: torch.Tensor | None,
+        ) -> torch.Tensor:
+            out = rows.new_empty(shape) if out is None else out
+            run(UnpermuteTensors(rows, slots, out, weights, addend))
+            return out
+
+        remember(_calls, key, again)
     result: torch.Tensor | None = run(tensors)
     return tensors.out if result is None else result
+
+
+def _wants_gradient(*tensors: Any) -> bool:
+    return torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)
+
+
+def _may_be_prepared(decision: Decision, seen: torch.Tensor, given: Any) -> bool:
+    """A generated kernel bound to the caller's own slots re-reads their address."""
+    return decision.chosen is not None and decision.chosen.backend == "generated" and seen is given
 
 
 def explain_moe_sort(*args: Any, target: Target, backend: str, live: bool, **kwargs: Any) -> Decision:

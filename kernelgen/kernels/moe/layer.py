@@ -22,7 +22,7 @@ import torch
 
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import Composition
-from kernelgen.moe_tensors import MoESort, MoeTensors, PermuteTensors, SortTensors, UnpermuteTensors
+from kernelgen.moe_tensors import MoeTensors, PermuteTensors, SortTensors, UnpermuteTensors
 from kernelgen.problems.gemm import GemmProblem, GroupedGemmProblem
 from kernelgen.problems.moe import MoePermuteProblem, MoeProblem, MoeSortProblem, MoeUnpermuteProblem, PackedForm
 from kernelgen.problems.quantize import QuantizeProblem
@@ -167,8 +167,22 @@ class _Weight:
         return (w.codes, w.scale, w.zero) if self.packed else (w, scale, None)
 
 
+class _Address:
+    """A part of a workspace, as a repeated call needs it: views would cost it as much time as the launches."""
+
+    __slots__ = ("address",)
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
 class _Workspace:
-    """What a call allocates: one piece of int32 for the sort, rows of x, hidden rows, their fp8 forms."""
+    """What a call allocates: one piece of int32 for the sort, rows of x, hidden rows, their fp8 forms. Rows are (1, rows, width), as
+    the products take them; a repeated call only asks for addresses.
+    """
 
     def __init__(self, p: MoeProblem, device: torch.device) -> None:
         self.p, self.device = p, device
@@ -176,14 +190,19 @@ class _Workspace:
         self.dtype = DTYPES[p.x_dtype].torch
         self.code = DTYPES[p.weight_dtype].torch if self.recipe_x else None
 
-    def sort(self) -> MoESort:
+    def sort(self, run: bool) -> tuple[torch.Tensor, Any, Any, Any]:
+        """(memory, which must live as long as the rest; offsets, token_of_row, row_of_slot)."""
         p = self.p
-        offsets, rows, slots = torch.empty(p.experts + 2 * p.slots, dtype=torch.int32, device=self.device).split(
-            (p.experts, p.slots, p.slots))
-        return MoESort(offsets, rows, slots.view(p.tokens, p.k))
+        whole = torch.empty(p.experts + 2 * p.slots, dtype=torch.int32, device=self.device)
+        if not run:
+            offsets, rows, slots = whole.split((p.experts, p.slots, p.slots))
+            return whole, offsets, rows, slots.view(p.tokens, p.k)
+        first = whole.data_ptr()
+        behind = first + 4 * p.experts
+        return whole, _Address(first), _Address(behind), _Address(behind + 4 * p.slots)
 
     def rows(self, width: int) -> torch.Tensor:
-        return torch.empty((self.p.slots, width), dtype=self.dtype, device=self.device)
+        return torch.empty((1, self.p.slots, width), dtype=self.dtype, device=self.device)
 
     def quantized(self, rows: int, width: int, recipe: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes (1, rows, width) and their scales (1, rows, scales)."""
@@ -202,18 +221,20 @@ def bind(problem: MoeProblem, prepare: Prepare, tensors: MoeTensors) -> Callable
     shared = _bind_shared(p, prepare, tensors) if p.shared is not None else None
     device, dtype = tensors.x.device, DTYPES[p.x_dtype].torch
     no_slots = torch.empty((p.tokens, 0), dtype=torch.int32, device=device)
-    no_rows = torch.empty((0, p.hidden), dtype=dtype, device=device)
+    no_rows = torch.empty((1, 0, p.hidden), dtype=dtype, device=device)
 
-    def until_last(t: MoeTensors, run: bool) -> UnpermuteTensors:
-        """Everything but the last step, whose tensors it gives."""
-        rows, slots = (no_rows, no_slots) if routed is None else routed(t, run)
+    def until_last(t: MoeTensors, run: bool) -> tuple[UnpermuteTensors, Any]:
+        """Everything but the last step, whose tensors it gives, and what must live until then."""
+        rows, slots, memory = (no_rows, no_slots, None) if routed is None else routed(t, run)
         addend = None if shared is None else shared(t, run)
-        return UnpermuteTensors(rows, slots, t.out, None if p.weights_on_input else t.weights, addend)
+        return UnpermuteTensors(rows if run else rows[0], slots, t.out, None if p.weights_on_input else t.weights, addend), memory
 
-    combine = prepare("unpermute", until_last(tensors, run=False))
+    combine = prepare("unpermute", until_last(tensors, run=False)[0])
 
     def run(t: MoeTensors) -> None:
-        combine(until_last(t, run=True))
+        last, memory = until_last(t, run=True)
+        combine(last)
+        del memory  # the kernels that use it are on their way, and its next user stands behind them in the stream
 
     return run
 
@@ -252,8 +273,8 @@ def _numbers(p: MoeProblem, t: MoeTensors) -> tuple[float, float]:
 
 def _bind_routed(
     p: MoeProblem, prepare: Prepare, sample: MoeTensors,
-) -> Callable[[MoeTensors, bool], tuple[torch.Tensor, torch.Tensor]]:
-    """(tensors, run) -> (rows (T * k, H) of the experts, row_of_slot)."""
+) -> Callable[[MoeTensors, bool], tuple[torch.Tensor, Any, torch.Tensor]]:
+    """(tensors, run) -> (rows (1, T * k, H) of the experts, row_of_slot, the memory that it lies in)."""
     work = _Workspace(p, sample.x.device)
     alpha, limit = _numbers(p, sample)
     first, second = _Weight(p, 0), _Weight(p, 1)
@@ -266,34 +287,32 @@ def _bind_routed(
         else:
             bound[name] = prepare(name, tensors)
 
-    def experts(t: MoeTensors, run: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def experts(t: MoeTensors, run: bool) -> tuple[torch.Tensor, Any, torch.Tensor]:
         w13, scale13, zero13 = (first.again if run else first.sample)(t.w13, t.scale13)
         w2, scale2, zero2 = (second.again if run else second.sample)(t.w2, t.scale2)
-        sort = work.sort()
+        memory, offsets, token_of_row, row_of_slot = work.sort(run)
         x, scale_x, rows_scale = t.x, None, None
         if work.recipe_x:
             codes, scale = work.quantized(p.tokens, p.hidden, work.recipe_x)
-            call("quantize_x", QuantizeTensors(t.x.unsqueeze(0), codes, scale), run)
-            x, scale_x = codes[0], scale[0]
-        call("sort", SortTensors(t.ids, *sort, t.table, t.first), run)
-        if work.recipe_x:
-            rows3, rows_scale = work.quantized(p.slots, p.hidden, work.recipe_x)
-            rows = rows3[0]
+            call("quantize_x", QuantizeTensors(t.x if run else t.x.unsqueeze(0), codes, scale), run)
+            x, scale_x = (codes, scale) if run else (codes[0], scale[0])
+            rows, rows_scale = work.quantized(p.slots, p.hidden, work.recipe_x)
         else:
             rows = work.rows(p.hidden)
-        call("permute", PermuteTensors(x, sort.row_of_slot, rows, t.weights if p.weights_on_input else None, scale_x,
-                                       None if rows_scale is None else rows_scale[0]), run)
-        hidden = work.rows(p.intermediate).unsqueeze(0)
-        call("up", GroupedGemmTensors(rows.unsqueeze(0), w13, hidden, sort.offsets, t.bias13, None, 1.0, rows_scale, scale13, zero13,
-                                      alpha=alpha, limit=limit), run)
+        call("sort", SortTensors(t.ids, offsets, token_of_row, row_of_slot, t.table, t.first), run)
+        call("permute", PermuteTensors(x, row_of_slot, rows if run else rows[0], t.weights if p.weights_on_input else None, scale_x,
+                                       rows_scale if run or rows_scale is None else rows_scale[0]), run)
+        hidden = work.rows(p.intermediate)
+        call("up", GroupedGemmTensors(rows, w13, hidden, offsets, t.bias13, None, 1.0, rows_scale, scale13, zero13, alpha=alpha,
+                                      limit=limit), run)
         scale_hidden = None
         if work.recipe_hidden:
             codes, scale_hidden = work.quantized(p.slots, p.intermediate, work.recipe_hidden)
             call("quantize_hidden", QuantizeTensors(hidden, codes, scale_hidden), run)
             hidden = codes
         made = work.rows(p.hidden) if work.recipe_x else rows  # the rows of x are no longer needed
-        call("down", GroupedGemmTensors(hidden, w2, made.unsqueeze(0), sort.offsets, t.bias2, None, 1.0, scale_hidden, scale2, zero2), run)
-        return made, sort.row_of_slot
+        call("down", GroupedGemmTensors(hidden, w2, made, offsets, t.bias2, None, 1.0, scale_hidden, scale2, zero2), run)
+        return made, row_of_slot, memory
 
     return experts
 
