@@ -21,8 +21,8 @@ from kernelgen.verdicts import Verdict, first_no
 # struct RouteCudaParams of the header.
 PARAMS = ParamStruct((
     ("logits", "ptr"), ("bias", "ptr"), ("weights", "ptr"), ("ids", "ptr"), ("counts", "ptr"),
-    ("tokens", "i64"), ("logits_row", "i64"), ("experts", "i32"), ("k", "i32"), ("groups", "i32"), ("kept_groups", "i32"),
-    ("scaling", "f32"),
+    ("tokens", "i64"), ("logits_row", "i64"), ("experts", "i32"), ("k", "i32"), ("groups", "i32"),
+    ("group_size", "i32"), ("kept_groups", "i32"), ("scaling", "f32"),
 ))
 ENTRY = "route_cuda"
 MAX_EXPERTS, MAX_K = 1024, 32
@@ -109,7 +109,7 @@ def bind(problem: RouteProblem, config: Config, kernel: Any, tensors: RouteTenso
     launch = kernel.prepare(t.logits.device.index or 0, grid=(-(-p.tokens // config.warps), 1, 1), block=(config.warps * _WARP, 1, 1))
     tail = PARAMS.pack_scalars({
         "tokens": p.tokens, "logits_row": t.logits.stride(0), "experts": p.experts, "k": p.k, "groups": p.num_groups or 1,
-        "kept_groups": p.topk_groups or 1, "scaling": t.scaling})
+        "group_size": p.experts // (p.num_groups or 1), "kept_groups": p.topk_groups or 1, "scaling": t.scaling})
     return repeated(launch, pointer_packing(PARAMS), tail)
 
 

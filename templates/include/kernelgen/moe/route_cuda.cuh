@@ -25,7 +25,7 @@ struct RouteCudaParams {
   int64_t tokens;
   int64_t logits_row;  // elements
   int32_t experts, k;
-  int32_t groups, kept_groups;  // experts are chosen in the best kept_groups of `groups` equal runs of ids
+  int32_t groups, group_size, kept_groups;  // experts are chosen in the best kept_groups of `groups` equal runs of ids
   float scaling;
 };
 
@@ -91,7 +91,7 @@ struct RouteCuda : Options {
   // Whether each of a lane's experts is in a kept group: groups rank by the sum of their two best scores (their one, where they
   // have one), equal ones by number.
   __device__ static void keep_groups(bool (&kept)[kValues], const float (&score)[kValues], const RouteCudaParams& p) {
-    const int size = p.experts / p.groups;
+    const int size = p.group_size;
     if constexpr (kGroupLanes > 0) {
       float first = nothing(), second = nothing();
 #pragma unroll
@@ -168,7 +168,10 @@ struct RouteCuda : Options {
     if (token >= p.tokens) return;  // a whole warp
     const int lane = lane_id();
     const Element* row = static_cast<const Element*>(p.logits) + token * p.logits_row;
-    float x[kValues];
+    float x[kValues], score[kValues];
+    if constexpr (Options::kHasBias) {  // on its way before anything waits for logits
+      load_lane<Options::kBiasAccess>(score, static_cast<const typename Options::Bias*>(p.bias), p.experts, 0.0f);
+    }
     load_lane<Options::kAccess>(x, row, p.experts, nothing());
     float largest = nothing();
 #pragma unroll
@@ -180,11 +183,7 @@ struct RouteCuda : Options {
 
     uint32_t key[kValues];
     if constexpr (kScored) {
-      float score[kValues];
       bool kept[kValues];
-      if constexpr (Options::kHasBias) {
-        load_lane<Options::kBiasAccess>(score, static_cast<const typename Options::Bias*>(p.bias), p.experts, 0.0f);
-      }
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
         const float s = sigmoid<false>(x[i]);
