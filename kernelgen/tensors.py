@@ -195,11 +195,14 @@ class QuantizeTensors(NamedTuple):
     """x (B, M, K), or (B, M, 2 K) with a gated activation; codes (B, M, K); scale float32 of any strides:
 
     "tensor" (1, 1, 1), "row" (B, M, 1), "block_1x128" (B, M, ceil(K / 128)), "block_128x128" (B, ceil(M / 128), ceil(K / 128)).
+
+    row_ends (B) int32: of a limited problem, how many rows of each entry mean anything.
     """
 
     x: torch.Tensor
     codes: torch.Tensor
     scale: torch.Tensor
+    row_ends: torch.Tensor | None = None
 
 
 class RmsNormTensors(NamedTuple):

@@ -10,7 +10,7 @@
     unpermute        each token's rows, weighted and added in the order of its slots, the shared expert last
 
 Nothing waits for the device: the products take the groups' sizes from the sort's offsets. Rows behind the last expert's are
-never written or read, but by quantize_hidden, which does not know that they mean nothing.
+never written or read (on the CPU quantize_hidden reads them, whatever they are).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kernelgen.kernels.base import Composition
 from kernelgen.moe_tensors import MoeTensors, PermuteTensors, SortTensors, UnpermuteTensors
 from kernelgen.problems.gemm import GemmProblem, GroupedGemmProblem
 from kernelgen.problems.moe import MoePermuteProblem, MoeProblem, MoeSortProblem, MoeUnpermuteProblem, PackedForm
-from kernelgen.problems.quantize import QuantizeProblem
+from kernelgen.problems.quantize import LimitedQuantizeProblem, QuantizeProblem
 from kernelgen.reference.activation import OAI_ALPHA, OAI_LIMIT
 from kernelgen.targets import Target
 from kernelgen.tensors import GemmTensors, GroupedGemmTensors, QuantizeTensors
@@ -129,7 +129,7 @@ def steps(problem: MoeProblem) -> tuple[tuple[str, Any], ...]:
             _row_alignment(p, (p.hidden, row_dtype)))))
         made.append(("up", _product(p, 0)))
         if recipe_hidden:
-            made.append(("quantize_hidden", QuantizeProblem(
+            made.append(("quantize_hidden", LimitedQuantizeProblem(
                 1, p.slots, p.intermediate, p.x_dtype, p.weight_dtype, recipe_hidden,
                 alignment=_row_alignment(p, (p.intermediate, p.x_dtype), (p.intermediate, p.weight_dtype)))))
         made.append(("down", _product(p, 1)))
@@ -308,7 +308,8 @@ def _bind_routed(
         scale_hidden = None
         if work.recipe_hidden:
             codes, scale_hidden = work.quantized(p.slots, p.intermediate, work.recipe_hidden)
-            call("quantize_hidden", QuantizeTensors(hidden, codes, scale_hidden), run)
+            used: Any = _Address(memory.data_ptr() + 4 * (p.experts - 1))  # where the last expert's rows end
+            call("quantize_hidden", QuantizeTensors(hidden, codes, scale_hidden, used), run)
             hidden = codes
         made = work.rows(p.hidden) if work.recipe_x else rows  # the rows of x are no longer needed
         call("down", GroupedGemmTensors(hidden, w2, made, offsets, t.bias2, None, 1.0, scale_hidden, scale2, zero2), run)
