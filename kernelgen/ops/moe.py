@@ -99,6 +99,8 @@ def _signature(
     """What decides a prepared call; None where a call is not remembered. Plain numbers count by their value."""
     if type(x) not in ORDINARY or watched() or not (shared is None or type(shared) is tuple):
         return None
+    if not all(n is None or type(n) in (float, int) for n in options[1:3]):  # alpha and limit: a tensor would be read once
+        return None
     if not (expert_map is None or isinstance(expert_map, (tuple, range)) or type(expert_map) in ORDINARY):
         return None
     every = (x, weights, ids, *tensors, *(shared or ()), *(w for w in (w13, w2) if not isinstance(w, PackedWeight)))
@@ -185,6 +187,7 @@ def _describe_moe(
     check_last_contiguous(x=x, w13=plain13, w2=plain2, weights=weights, bias13=bias13, bias2=bias2, shared_w13=shared13,
                           shared_w2=shared2)
     halves = _check_activation(activation, alpha, limit, gate_up)
+    alpha, limit = (None if n is None else number(name, n) for name, n in (("alpha", alpha), ("limit", limit)))
     _check_dtypes(x, w13, w2, weights, scale13, scale2)
     (tokens, hidden), (experts, wide), k = x.shape, w13.shape[:2], ids.shape[1]
     if wide % halves:

@@ -48,7 +48,7 @@ def route(
     NoBackendError.
     """
     key: Any = None
-    if type(logits) in ORDINARY and not watched():
+    if type(logits) in ORDINARY and type(scaling) in (float, int) and not watched():
         key = (layout_of(logits), logits.requires_grad and torch.is_grad_enabled(), type(k), k, method, renormalize, layout_of(bias),
                num_groups, topk_groups, scaling, layout_of(counts), backend)
         try:

@@ -56,6 +56,11 @@ def test_parameters_of_swiglu_oai_arrive() -> None:
     c = layer(20, 4, 2, 64, 48, activation="swiglu_oai", biases=F32, scale=30.0) | {"gate_up": "interleaved"}
     results = [check_moe(c | extra, what=str(extra)) for extra in ({}, {"alpha": 1.702, "limit": 7.0}, {"limit": 3.0}, {"alpha": 0.5})]
     assert_bits_equal(results[1], results[0], what="the defaults")
+    limit = torch.tensor(3.0)
+    for value in (3.0, 7.0):  # a tensor is read in every call
+        limit.fill_(value)
+        again = kernelgen.moe(**c, limit=limit, backend="generated")  # type: ignore[arg-type]
+        assert_bits_equal(again, results[2] if value == 3 else results[0], what=f"limit {value}")
     assert not torch.equal(results[2], results[0]) and not torch.equal(results[3], results[0])
 
 
