@@ -8,7 +8,7 @@ from typing import Any
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
 from kernelgen.kernels.moe.rows import address, copied_bytes, elements, permute_coverage, permute_verdict
-from kernelgen.kernels.rowwise import MAX_BLOCKS, TokenConfig, legal_tokens, token_configs
+from kernelgen.kernels.rowwise import MAX_BLOCKS, TokenConfig, dependent, legal_tokens, token_configs
 from kernelgen.moe_tensors import PermuteTensors
 from kernelgen.params import ParamStruct
 from kernelgen.problems.moe import MoePermuteProblem
@@ -70,7 +70,8 @@ def bind(problem: MoePermuteProblem, config: TokenConfig, kernel: Any, tensors: 
     accesses = _accesses(p)
     columns = max(1, min(-(-accesses // config.threads), _MAX_BLOCKS_Y))
     work = p.tokens if p.k and (accesses or p.scales) else 0
-    launch = kernel.prepare(t.x.device.index or 0, grid=(work, columns, 1), block=(config.threads, 1, 1))
+    launch = kernel.prepare(
+        t.x.device.index or 0, grid=(work, columns, 1), block=(config.threads, 1, 1), programmatic=dependent(t.x.device))
     size = DTYPES[p.dtype].bytes
     per_unit = copied_bytes(p) if p.copies else size
     tail = PARAMS.pack_scalars({

@@ -10,7 +10,7 @@ from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
 from kernelgen.kernels.moe import route
 from kernelgen.kernels.moe.route import known_method, pointer_packing, weighting, words_of
-from kernelgen.kernels.rowwise import MAX_BLOCKS, repeated
+from kernelgen.kernels.rowwise import MAX_BLOCKS, dependent, repeated
 from kernelgen.moe_tensors import RouteTensors
 from kernelgen.params import ParamStruct
 from kernelgen.problems.moe import RouteProblem
@@ -106,7 +106,9 @@ def spec(problem: RouteProblem, target: Target, config: Config) -> KernelSpec:
 def bind(problem: RouteProblem, config: Config, kernel: Any, tensors: RouteTensors) -> Callable[[RouteTensors], None]:
     """The closure of a repeated call: packs addresses, launches."""
     p, t = problem, tensors
-    launch = kernel.prepare(t.logits.device.index or 0, grid=(-(-p.tokens // config.warps), 1, 1), block=(config.warps * _WARP, 1, 1))
+    launch = kernel.prepare(
+        t.logits.device.index or 0, grid=(-(-p.tokens // config.warps), 1, 1), block=(config.warps * _WARP, 1, 1),
+        programmatic=dependent(t.logits.device))
     tail = PARAMS.pack_scalars({
         "tokens": p.tokens, "logits_row": t.logits.stride(0), "experts": p.experts, "k": p.k, "groups": p.num_groups or 1,
         "group_size": p.experts // (p.num_groups or 1), "kept_groups": p.topk_groups or 1, "scaling": t.scaling})

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kernelgen.kernels.base import KernelFamily
+from kernelgen.kernels.rowwise import dependent
 from kernelgen.moe_tensors import SortTensors
 from kernelgen.params import ParamStruct
 from kernelgen.problems.moe import MoeSortProblem
@@ -99,7 +100,8 @@ def bind(problem: MoeSortProblem, config: Config, kernel: Any, tensors: SortTens
     p, c, t = problem, config, tensors
     device = t.ids.device
     blocks, chunk = c.blocks(p.slots)
-    shape: dict[str, Any] = dict(grid=(blocks, 1, 1), block=(32 * c.warps, 1, 1), shared_memory=shared_memory(p, c))
+    shape: dict[str, Any] = dict(grid=(blocks, 1, 1), block=(32 * c.warps, 1, 1), shared_memory=shared_memory(p, c),
+                                programmatic=dependent(device))
     index = device.index or 0
     place = kernel.prepare(index, **shape)
     count = kernel.entry(COUNT, PARAMS).prepare(index, **shape) if blocks > 1 else None

@@ -8,7 +8,7 @@ from typing import Any
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
 from kernelgen.kernels.moe.rows import address, elements, unpermute_coverage, unpermute_verdict
-from kernelgen.kernels.rowwise import MAX_BLOCKS, TokenConfig, legal_tokens, token_configs
+from kernelgen.kernels.rowwise import MAX_BLOCKS, TokenConfig, dependent, legal_tokens, token_configs
 from kernelgen.moe_tensors import UnpermuteTensors
 from kernelgen.params import ParamStruct
 from kernelgen.problems.moe import MoeUnpermuteProblem
@@ -62,7 +62,8 @@ def bind(
     """The closure of a repeated call: packs addresses, launches."""
     p, t = problem, tensors
     columns = min(-(-(p.width // _access(p)) // config.threads), _MAX_BLOCKS_Y)
-    launch = kernel.prepare(t.out.device.index or 0, grid=(p.tokens, columns, 1), block=(config.threads, 1, 1))
+    launch = kernel.prepare(
+        t.out.device.index or 0, grid=(p.tokens, columns, 1), block=(config.threads, 1, 1), programmatic=dependent(t.out.device))
     tail = PARAMS.pack_scalars({
         "row_stride": t.rows.stride(0), "out_stride": t.out.stride(0), "weight_stride": t.weights.stride(0) if t.weights is not None else 0,
         "addend_stride": t.addend.stride(0) if t.addend is not None else 0, "width": p.width, "k": p.k})

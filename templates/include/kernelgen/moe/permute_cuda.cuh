@@ -5,6 +5,7 @@
 // so that codes stay what they are.
 #pragma once
 
+#include <kernelgen/cuda/dependent.cuh>
 #include <kernelgen/cuda/vector_io.cuh>
 
 namespace kernelgen {
@@ -28,6 +29,7 @@ template <class Options>
 __device__ void moe_permute_cuda(const MoePermuteParams& p) {
   using Unit = typename Options::Unit;
   constexpr int kAccess = Options::kAccess;
+  join_previous_kernel();
   const int64_t token = blockIdx.x;
   const int32_t* slots = p.row_of_slot + token * p.k;
   const auto* weights = static_cast<const typename Options::Weight*>(p.weights) + token * p.weight_stride;

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <kernelgen/activation/activations.cuh>
+#include <kernelgen/cuda/dependent.cuh>
 #include <kernelgen/cuda/vector_io.cuh>
 #include <kernelgen/cuda/warp.cuh>
 #include <kernelgen/moe/route_weights.h>
@@ -164,6 +165,7 @@ struct RouteCuda : Options {
   }
 
   __device__ static void run(const RouteCudaParams& p) {
+    join_previous_kernel();
     const int64_t token = static_cast<int64_t>(blockIdx.x) * Options::kWarps + threadIdx.x / kWarpSize;
     if (token >= p.tokens) return;  // a whole warp
     const int lane = lane_id();

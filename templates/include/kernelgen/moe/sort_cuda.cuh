@@ -9,6 +9,7 @@
 // them for itself: a third launch would cost more than these reads, which are of a few KB in the L2 cache.
 #pragma once
 
+#include <kernelgen/cuda/dependent.cuh>
 #include <kernelgen/cuda/warp.cuh>
 #include <kernelgen/moe/expert_map.h>
 
@@ -80,6 +81,7 @@ struct MoeSortCuda {
 
   __device__ static void count(const MoeSortParams& p) {
     extern __shared__ __align__(128) unsigned char shared_memory[];
+    join_previous_kernel();
     const Shared shared(shared_memory, p.experts);
     count_block(p, shared);
     for (int e = threadIdx.x; e < p.experts; e += kThreads) {
@@ -131,6 +133,7 @@ struct MoeSortCuda {
 
   __device__ static void place(const MoeSortParams& p) {
     extern __shared__ __align__(128) unsigned char shared_memory[];
+    join_previous_kernel();
     const Shared shared(shared_memory, p.experts);
     int* mine = count_block(p, shared);
     add_up(p, shared);

@@ -4,6 +4,7 @@
 // without a row adds nothing, whatever its weight.
 #pragma once
 
+#include <kernelgen/cuda/dependent.cuh>
 #include <kernelgen/cuda/vector_io.cuh>
 
 namespace kernelgen {
@@ -24,6 +25,7 @@ template <class Options>
 __device__ void moe_unpermute_cuda(const MoeUnpermuteParams& p) {
   using Element = typename Options::Element;
   constexpr int kAccess = Options::kAccess, kAhead = 4;
+  join_previous_kernel();
   const int64_t token = blockIdx.x;
   const int32_t* slots = p.row_of_slot + token * p.k;
   const auto* weights = static_cast<const typename Options::Weight*>(p.weights) + token * p.weight_stride;
