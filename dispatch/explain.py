@@ -59,7 +59,12 @@ _OPS = {
     "moe": _Op("kernelgen.ops.moe", "moe", "explain_moe", shapes={
         "x": None, "w13": None, "w2": None, "weights": _F32, "ids": _I32, "bias13": None, "bias2": None, "scale13": _F32,
         "scale2": _F32, "out": None}, indices=("ids",)),
-    "route": _Op("kernelgen.ops.moe", "route", "explain_route", shapes={"logits": None, "bias": None}),
+    "moe_sort": _Op("kernelgen.ops.moe_pieces", "moe_sort", "explain_moe_sort", shapes={"ids": _I32}),
+    "moe_permute": _Op("kernelgen.ops.moe_pieces", "moe_permute", "explain_moe_permute", shapes={"x": None, "weights": _F32}),
+    "moe_unpermute": _Op("kernelgen.ops.moe_pieces", "moe_unpermute", "explain_moe_unpermute", optional=("weights",), shapes={
+        "rows": None, "weights": _F32, "addend": None, "out": None}),
+    "route": _Op("kernelgen.ops.route", "route", "explain_route", shapes={"logits": None, "bias": None, "counts": _I32},
+                 indices=("counts",)),
     "paged_attention": _Op("kernelgen.ops.paged", "plan_attention", "explain_paged_attention", optional=("q_dtype",)),
     "mla": _Op("kernelgen.ops.mla", "plan_mla", "explain_mla", optional=("q_dtype", "scale")),
     "append_kv": _Op("kernelgen.ops.append", "append_kv", "explain_append_kv", shapes=_APPEND, indices=_PLACE),

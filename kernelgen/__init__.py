@@ -36,7 +36,7 @@ _PUBLIC = {
     "attention_varlen": "kernelgen.ops.attention",
     "gemm": "kernelgen.ops.gemm",
     "moe": "kernelgen.ops.moe",
-    "route": "kernelgen.ops.moe",
+    "route": "kernelgen.ops.route",
     "AttentionFeatures": "kernelgen.ops.features",
     "AttentionPlan": "kernelgen.ops.paged",
     "PageTable": "kernelgen.ops.page_table",
@@ -52,9 +52,10 @@ _PUBLIC = {
     "grouped_gemm": "kernelgen.ops.grouped",
     "grouped_gemm_masked": "kernelgen.ops.grouped",
     "merge_states": "kernelgen.ops.merge",
-    "moe_permute": "kernelgen.ops.eager",
-    "moe_sort": "kernelgen.ops.eager",
-    "moe_unpermute": "kernelgen.ops.eager",
+    "MoESort": "kernelgen.moe_tensors",
+    "moe_permute": "kernelgen.ops.moe_pieces",
+    "moe_sort": "kernelgen.ops.moe_pieces",
+    "moe_unpermute": "kernelgen.ops.moe_pieces",
     "PackedWeight": "kernelgen.ops.weights",
     "pack_weight": "kernelgen.ops.weights",
     "quantize_fp8": "kernelgen.ops.quantize",
@@ -70,6 +71,7 @@ _PUBLIC = {
 
 if TYPE_CHECKING:
     from kernelgen.dispatch.explain import explain as explain
+    from kernelgen.moe_tensors import MoESort as MoESort
     from kernelgen.ops.append import append_kv as append_kv
     from kernelgen.ops.append import append_mla as append_mla
     from kernelgen.ops.append import rope_append_kv as rope_append_kv
@@ -77,9 +79,6 @@ if TYPE_CHECKING:
     from kernelgen.ops.attention import attention_varlen as attention_varlen
     from kernelgen.ops.cascade import cascade_attention as cascade_attention
     from kernelgen.ops.eager import alibi_slopes as alibi_slopes
-    from kernelgen.ops.eager import moe_permute as moe_permute
-    from kernelgen.ops.eager import moe_sort as moe_sort
-    from kernelgen.ops.eager import moe_unpermute as moe_unpermute
     from kernelgen.ops.features import AttentionFeatures as AttentionFeatures
     from kernelgen.ops.gemm import gemm as gemm
     from kernelgen.ops.grouped import grouped_gemm as grouped_gemm
@@ -88,13 +87,16 @@ if TYPE_CHECKING:
     from kernelgen.ops.mla import MLAPlan as MLAPlan
     from kernelgen.ops.mla import plan_mla as plan_mla
     from kernelgen.ops.moe import moe as moe
-    from kernelgen.ops.moe import route as route
+    from kernelgen.ops.moe_pieces import moe_permute as moe_permute
+    from kernelgen.ops.moe_pieces import moe_sort as moe_sort
+    from kernelgen.ops.moe_pieces import moe_unpermute as moe_unpermute
     from kernelgen.ops.page_table import PageTable as PageTable
     from kernelgen.ops.paged import AttentionPlan as AttentionPlan
     from kernelgen.ops.paged import plan_attention as plan_attention
     from kernelgen.ops.planning import GraphBounds as GraphBounds
     from kernelgen.ops.quantize import quantize_fp8 as quantize_fp8
     from kernelgen.ops.rope import rope as rope
+    from kernelgen.ops.route import route as route
     from kernelgen.ops.rows import rmsnorm as rmsnorm
     from kernelgen.ops.rows import silu_and_mul as silu_and_mul
     from kernelgen.ops.sdpa import sdpa as sdpa
@@ -127,7 +129,7 @@ import_module("kernelgen.toolchains.nvrtc").import_bindings()
 
 __all__ = [
     "ArtifactMissingError", "AttentionFeatures", "AttentionPlan", "CacheError", "CompileError", "DeviceError", "DtypeError",
-    "GraphBounds", "KernelgenError", "LaunchError", "LayoutError", "MLAPlan", "NoBackendError", "PackedWeight", "PageTable",
+    "GraphBounds", "KernelgenError", "LaunchError", "LayoutError", "MLAPlan", "MoESort", "NoBackendError", "PackedWeight", "PageTable",
     "SettingsError", "ShapeError", "Target", "ToolchainMissing", "VariantError", "alibi_slopes", "append_kv", "append_mla", "attention",
     "attention_varlen", "cascade_attention", "explain", "gemm", "grouped_gemm", "grouped_gemm_masked", "merge_states", "moe",
     "moe_permute", "moe_sort", "moe_unpermute", "pack_weight", "plan_attention", "plan_mla", "quantize_fp8", "rmsnorm", "rope",

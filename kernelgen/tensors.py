@@ -147,7 +147,8 @@ class GemmTensors(NamedTuple):
     zero_b     zero points of a packed int4 weight, uint8, shape of scale_b
     out_scale  where the output is quantised: (Ba, M, 1), or (Ba, M, ceil(N / 128)); (1, 1, 1) with strides 0 for "tensor"
 
-    A packed weight's ``b`` is its codes (Bb, N, ceil(K / 2)) uint8, an even k in the low nibble.
+    A packed weight's ``b`` is its codes (Bb, N, ceil(K / 2)) uint8, an even k in the low nibble. ``alpha`` and ``limit`` are of
+    activations that have them.
     """
 
     a: torch.Tensor
@@ -160,6 +161,8 @@ class GemmTensors(NamedTuple):
     scale_b: torch.Tensor | None = None
     zero_b: torch.Tensor | None = None
     out_scale: torch.Tensor | None = None
+    alpha: float = 0.0
+    limit: float = 0.0
 
 
 class GroupedGemmTensors(NamedTuple):
@@ -184,17 +187,22 @@ class GroupedGemmTensors(NamedTuple):
     scale_b: torch.Tensor | None = None
     zero_b: torch.Tensor | None = None
     out_scale: torch.Tensor | None = None
+    alpha: float = 0.0
+    limit: float = 0.0
 
 
 class QuantizeTensors(NamedTuple):
     """x (B, M, K), or (B, M, 2 K) with a gated activation; codes (B, M, K); scale float32 of any strides:
 
     "tensor" (1, 1, 1), "row" (B, M, 1), "block_1x128" (B, M, ceil(K / 128)), "block_128x128" (B, ceil(M / 128), ceil(K / 128)).
+
+    row_ends (B) int32: of a limited problem, how many rows of each entry mean anything.
     """
 
     x: torch.Tensor
     codes: torch.Tensor
     scale: torch.Tensor
+    row_ends: torch.Tensor | None = None
 
 
 class RmsNormTensors(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 from kernelgen import build
 from kernelgen.dispatch.backends.base import Backend
 from kernelgen.errors import ToolchainMissing
-from kernelgen.kernels.base import KernelFamily, families
+from kernelgen.kernels.base import Composition, KernelFamily, Steps, composition, families
 from kernelgen.settings import settings
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
@@ -41,17 +41,40 @@ def _obtainable(spec: KernelSpec) -> Verdict:
     return no(problem)
 
 
+_NO_GRADIENT = ("a gradient is asked for, or torch traces or transforms the call: no generated kernel has a backward in this release, and "
+                "torch does not see one run; call under torch.no_grad(), outside of transforms")
+
+
+def _compose(made_of: Composition, problem: Any, target: Target, live: bool) -> tuple[str, Steps | None, Verdict]:
+    """The row of a composition: every step must have a generated kernel."""
+    from kernelgen.dispatch.select import choose
+
+    verdict = made_of.supports(problem, target)
+    if verdict and getattr(problem, "requires_grad", False):
+        verdict = no(_NO_GRADIENT)
+    if not verdict:
+        return made_of.name, None, verdict
+    decisions = tuple((name, choose(step, target, "generated", live=live)) for name, step in made_of.steps(problem))
+    for name, decision in decisions:
+        if decision.chosen is None:
+            reasons = "; ".join(dict.fromkeys(c.verdict.reason for c in decision.candidates if c.backend == "generated"))
+            return made_of.name, None, no(f"{name}: {reasons}")
+    return made_of.name, Steps(decisions), yes()
+
+
 class Generated(Backend):
     name = "generated"
 
     def candidates(self, problem: Any, target: Target, live: bool) -> Iterator[tuple[str, Any, Verdict]]:
-        found = False
+        made_of = composition(problem.op)
+        if made_of is not None:
+            yield _compose(made_of, problem, target, live)
+        found = made_of is not None
         for family in families(problem.op, target.kind):
             found = True
             verdict = family.supports(problem, target)
             if verdict and getattr(problem, "requires_grad", False):
-                verdict = no("a gradient is asked for, or torch traces or transforms the call: no generated kernel has a backward in "
-                             "this release, and torch does not see one run; call under torch.no_grad(), outside of transforms")
+                verdict = no(_NO_GRADIENT)
             config = next(iter(family.candidates(problem, target)), None) if verdict else None
             if verdict and config is None:
                 verdict = no(f"no legal config for {problem} on {target}")
@@ -62,6 +85,16 @@ class Generated(Backend):
             yield "", None, no(f"no generated kernel for {problem.op} on {target.kind} in this release")
 
     def prepare(self, problem: Any, target: Target, kernel: str, config: Any, tensors: Any) -> Callable[[Any], Any]:
+        if isinstance(config, Steps):
+            made_of, decisions = composition(problem.op), dict(config.decisions)
+            assert made_of is not None
+
+            def prepare(name: str, tensors: Any) -> Callable[[Any], Any]:
+                decision = decisions[name]
+                assert decision.chosen is not None
+                return self.prepare(decision.problem, target, decision.chosen.kernel, decision.chosen.config, tensors)
+
+            return made_of.bind(problem, prepare, tensors)
         family = _family(problem.op, target, kernel)
         return family.bind(problem, config, build.kernel(family.spec(problem, target, config)), tensors)
 

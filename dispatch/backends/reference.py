@@ -100,7 +100,8 @@ _RUN: dict[str, Callable[[Any, Any], Any]] = {
 _LATER = {
     "append": "kernelgen.ops.append", "grouped_gemm": "kernelgen.ops.grouped",
     "merge_states": "kernelgen.ops.merge", "moe": "kernelgen.ops.moe",
-    "route": "kernelgen.ops.moe",
+    "moe_permute": "kernelgen.ops.moe_pieces", "moe_sort": "kernelgen.ops.moe_pieces", "moe_unpermute": "kernelgen.ops.moe_pieces",
+    "route": "kernelgen.ops.route",
     "paged_attention": "kernelgen.ops.paged_oracle", "quantize_fp8": "kernelgen.ops.quantize", "rope": "kernelgen.ops.rope",
 }
 

@@ -89,7 +89,51 @@ class DenseDecodeCase:
                 f"{self.dtype}{lens}]")
 
 
-Case = Union[AttentionCase, DecodeCase, DenseDecodeCase, GemmCase, RowsCase]
+@dataclass(frozen=True)
+class RouteCase:
+    """Router logits (tokens, experts); deepseek_v3 with its bias, 4 of 8 groups and scaling."""
+
+    tokens: int
+    experts: int
+    k: int
+    method: str = "topk_softmax"
+    dtype: str = "bf16"
+
+    def __str__(self) -> str:
+        return f"route[t={self.tokens} e={self.experts} k={self.k} {self.method} {self.dtype}]"
+
+
+@dataclass(frozen=True)
+class MoeShape:
+    """The layer of a model, or of one rank of it."""
+
+    experts: int
+    k: int
+    hidden: int
+    inner: int
+    activation: str = "swiglu"
+
+
+MOE_SHAPES = {
+    "mixtral-8x7b": MoeShape(8, 2, 4096, 14336), "qwen3-30b": MoeShape(128, 8, 2048, 768), "qwen3-235b-tp8": MoeShape(128, 8, 4096, 192),
+    "deepseek-v3-tp8": MoeShape(256, 8, 7168, 256), "gpt-oss-120b": MoeShape(128, 4, 2880, 2880, "swiglu_oai"),
+    "qwen3-next": MoeShape(512, 10, 2048, 512), "small": MoeShape(8, 2, 512, 256),
+}
+
+
+@dataclass(frozen=True)
+class MoeCase:
+    """A layer of MOE_SHAPES under random routing; ``recipe`` of its experts: bf16, fp8-block or mxfp4."""
+
+    model: str
+    tokens: int
+    recipe: str = "bf16"
+
+    def __str__(self) -> str:
+        return f"moe[{self.model} t={self.tokens} {self.recipe}]"
+
+
+Case = Union[AttentionCase, DecodeCase, DenseDecodeCase, GemmCase, MoeCase, RouteCase, RowsCase]
 
 
 @dataclass(frozen=True)
@@ -173,6 +217,24 @@ SUITES: dict[str, Suite] = {
             ) + (GemmCase(1024, 1024, 1024, "fp32", weight=False),),
             quick_cuda=(GemmCase(4096, 4096, 4096), GemmCase(16, 4096, 7168), GemmCase(512, 4096, 7168)),
             quick_cpu=(GemmCase(512, 512, 512, "fp32"), GemmCase(256, 512, 512), GemmCase(1, 1024, 1024)),
+        ),
+        Suite(
+            "route", "router logits to experts",
+            cuda=tuple(RouteCase(t, *shape) for t in (8, 512, 4096, 32768) for shape in (
+                (256, 8, "deepseek_v3"), (128, 8), (512, 10), (8, 2))),
+            cpu=tuple(RouteCase(t, *shape) for t in (8, 512) for shape in ((256, 8, "deepseek_v3"), (128, 8))),
+            quick_cuda=(RouteCase(8, 256, 8, "deepseek_v3"), RouteCase(4096, 256, 8, "deepseek_v3")),
+            quick_cpu=(RouteCase(512, 256, 8, "deepseek_v3"),),
+        ),
+        Suite(
+            "moe", "mixture of experts",
+            cuda=tuple(MoeCase(model, t, recipe) for model, recipe in (
+                ("mixtral-8x7b", "bf16"), ("qwen3-30b", "bf16"), ("qwen3-30b", "fp8-block"), ("qwen3-235b-tp8", "bf16"),
+                ("deepseek-v3-tp8", "fp8-block"), ("gpt-oss-120b", "mxfp4"), ("qwen3-next", "bf16"),
+            ) for t in (1, 8, 64, 512, 4096, 32768)),
+            cpu=tuple(MoeCase("small", t, recipe) for recipe in ("bf16", "fp8-block", "mxfp4") for t in (1, 64, 512)),
+            quick_cuda=(MoeCase("qwen3-30b", 1), MoeCase("qwen3-30b", 4096), MoeCase("deepseek-v3-tp8", 4096, "fp8-block")),
+            quick_cpu=(MoeCase("small", 1), MoeCase("small", 64)),
         ),
         Suite(
             "rows", "row-wise helpers",

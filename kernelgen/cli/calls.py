@@ -14,14 +14,13 @@ import click
 
 from kernelgen.cli.cache_calls import FORMS as CACHE_FORMS
 from kernelgen.cli.gemm_calls import FORMS as GEMM_FORMS
-from kernelgen.cli.gemm_calls import GATE_UP
+from kernelgen.cli.moe_calls import FORMS as MOE_FORMS
 from kernelgen.cli.options import (
     ALIGNMENT,
     DTYPE,
     FP8,
     GRAD,
     HEADS,
-    NONDETERMINISTIC,
     Call,
     Dims,
     Form,
@@ -95,34 +94,6 @@ def _silu_and_mul(o: Options) -> Call:
     return Call((meta(o["x"], o["dtype"], grad=o["grad"]),), {})
 
 
-def _moe(o: Options) -> Call:
-    from kernelgen.reference.activation import is_gated
-
-    t, h, i, e, k, dtype = (o[name] for name in ("tokens", "hidden", "intermediate", "experts", "k", "dtype"))
-    halves, weights = 2 if is_gated(o["activation"]) else 1, o["weight_dtype"] or dtype
-    w13, w2 = (e, halves * i, h), (e, h, i)
-    kwargs: dict[str, Any] = {
-        "activation": o["activation"], "alpha": o["alpha"], "limit": o["limit"], "gate_up": o["gate_up"],
-        "bias13": meta(w13[:2], dtype) if o["bias13"] else None, "bias2": meta(w2[:2], dtype) if o["bias2"] else None,
-        "weights_on_input": o["weights_on_input"], "deterministic": not o["nondeterministic"],
-        "expert_map": {None: None, "range": (0, e), "table": index(e)}[o["expert_map"]],
-    }
-    if o["shared"] is not None:
-        kwargs["shared"] = (meta((halves * o["shared"], h), dtype), meta((h, o["shared"]), dtype))
-    if o["scales"]:
-        shapes = {"tensor": lambda _: (), "expert": lambda w: w[:1], "channel": lambda w: w[:2],
-                  "block_128x128": lambda w: (w[0], -(-w[1] // 128), -(-w[2] // 128))}
-        kwargs |= {name: meta(shapes[o["scales"]](w), "fp32") for name, w in (("scale13", w13), ("scale2", w2))}
-    return Call((meta((t, h), dtype, grad=o["grad"]), meta(w13, weights), meta(w2, weights), meta((t, k), "fp32"), index(t, k)),
-                kwargs)
-
-
-def _route(o: Options) -> Call:
-    return Call((meta((o["tokens"], o["experts"]), o["dtype"], grad=o["grad"]), o["k"]), {
-        "method": o["method"], "renormalize": not o["no_renormalize"], "num_groups": o["num_groups"], "topk_groups": o["topk_groups"],
-        "bias": meta((o["experts"],), "fp32") if o["bias"] else None})
-
-
 FORMS: dict[str, Form] = {
     "attention": Form("Attention of a dense batch.", (
         click.option("--q", type=Dims("B,SQ,HQ,D", example="2,4096,32,128"), required=True, help="Shape of q."),
@@ -133,25 +104,6 @@ FORMS: dict[str, Form] = {
         number("--batch", "Requests.", default="1", show_default=True),
         *_ATTENTION, choice("--mask", ("flat", "packed"), "With a mask."),
     ), partial(_attention, ragged=True)),
-    "moe": Form("A mixture-of-experts layer.", (
-        *(number(f"--{name}", help, required=True) for name, help in (
-            ("tokens", "Rows of x."), ("hidden", "Width of x."), ("intermediate", "I of w13 (E, 2 I, H) and w2 (E, H, I)."),
-            ("experts", "Experts whose weights are here."), ("k", "Experts of a token."))),
-        click.option("--activation", default="swiglu", show_default=True, help="As in kernelgen.moe."), GATE_UP,
-        click.option("--alpha", type=float, help="Of swiglu_oai."), click.option("--limit", type=float, help="Clamp of gate and up."),
-        flag("--bias13"), flag("--bias2"), number("--shared", "Intermediate size of a shared expert."),
-        choice("--expert-map", ("table", "range"), "With an expert map."), flag("--weights-on-input"),
-        element("--weight-dtype", "Element type of w13 and w2 (default: x's)."),
-        choice("--scales", ("tensor", "expert", "channel", "block_128x128"), "Recipe of fp8 weights."),
-        NONDETERMINISTIC, DTYPE, ALIGNMENT, GRAD,
-    ), _moe),
-    "route": Form("Router logits to experts and weights.", (
-        *(number(f"--{name}", help, required=True) for name, help in (
-            ("tokens", "Rows of the logits."), ("experts", "Columns of the logits."), ("k", "Experts of a token."))),
-        choice("--method", ("softmax", "topk_softmax", "sigmoid", "deepseek_v3", "llama4"), "", default="softmax", show_default=True),
-        flag("--no-renormalize"), flag("--bias", "With a selection bias."), number("--num-groups", "Groups of experts."),
-        number("--topk-groups", "Groups that are kept."), DTYPE, ALIGNMENT, GRAD,
-    ), _route),
     "rmsnorm": Form("Row-wise RMS normalisation.", (
         click.option("--x", type=Dims("ROWS,WIDTH", example="512,4096"), required=True, help="Shape of x."),
         element("--weight-dtype", "Element type of the weight (default: x's)."), flag("--residual", "With a residual."),
@@ -161,4 +113,4 @@ FORMS: dict[str, Form] = {
         click.option("--x", type=Dims("ROWS,WIDTH", example="512,8192"), required=True, help="Shape of x; the output is half as wide."),
         DTYPE, ALIGNMENT, GRAD,
     ), _silu_and_mul),
-} | GEMM_FORMS | CACHE_FORMS
+} | GEMM_FORMS | CACHE_FORMS | MOE_FORMS

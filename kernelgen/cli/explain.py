@@ -110,7 +110,7 @@ def _for_sm_count(decision: Decision, sm_count: int, backend: str, live: bool) -
 
 def _prebuild(op: str, *, target: str | None, sm_count: tuple[int, ...] | None, as_json: bool, **options: Any) -> None:
     from kernelgen import build
-    from kernelgen.kernels.base import families
+    from kernelgen.kernels.base import Steps, families
     from kernelgen.launch.host import launcher
     from kernelgen.targets import common_sm_counts
 
@@ -122,9 +122,13 @@ def _prebuild(op: str, *, target: str | None, sm_count: tuple[int, ...] | None, 
         chosen = decision.chosen
         if chosen is None:
             raise NoBackendError(f"nothing to build:\n{decision}")
-        family = next(f for f in families(decision.problem.op, decision.target.kind) if f.name == chosen.kernel)
-        for spec in (family.spec(decision.problem, decision.target, chosen.config), *_beside(decision)):
-            specs.setdefault(spec, []).append(count)
+        parts = [part for _, part in chosen.config.decisions] if isinstance(chosen.config, Steps) else [decision]
+        for part in parts:
+            assert part.chosen is not None
+            family = next(f for f in families(part.problem.op, part.target.kind) if f.name == part.chosen.kernel)
+            for spec in (family.spec(part.problem, part.target, part.chosen.config), *_beside(part)):
+                if count not in specs.setdefault(spec, []):
+                    specs[spec].append(count)
     report = []
     for spec, served in specs.items():
         artifact, built = build.build(spec)

@@ -65,6 +65,50 @@ class KernelFamily:
     grid: Callable[[Any, Target], Iterable[Any]] | None = None
 
 
+@dataclass(frozen=True)
+class Composition:
+    """A call that is made of several generated kernels, each chosen by dispatch for its own problem.
+
+    name, op    as of a KernelFamily
+    supports    (problem, target) -> Verdict: what the steps cannot be asked
+    steps       (problem) -> (name of the step, its problem) in the order in which they run
+    bind        (problem, prepare, tensors) -> run(tensors), with prepare(name of a step, its tensors) -> run of that step
+    """
+
+    name: str
+    op: str
+    supports: Callable[[Any, Target], Verdict]
+    steps: Callable[[Any], tuple[tuple[str, Any], ...]]
+    bind: Callable[[Any, Callable[[str, Any], Callable[[Any], Any]], Any], Callable[[Any], None]]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The config of a composition: (name, decision) of each step."""
+
+    decisions: tuple[tuple[str, Decision], ...]
+
+    def __str__(self) -> str:
+        """Each kernel once, without its folder; products with their configs."""
+        words = []
+        for _, decision in self.decisions:
+            chosen = decision.chosen
+            assert chosen is not None
+            config = f" ({chosen.config})" if chosen.kernel.startswith("gemm/") else ""
+            words.append(chosen.kernel.split("/")[-1] + config)
+        return ", ".join(words)
+
+
+# op -> module whose COMPOSITION runs it.
+_COMPOSITIONS = {"moe": "moe.layer"}
+
+
+def composition(op: str) -> Composition | None:
+    """The generated kernels of an op that takes several, as one."""
+    module = _COMPOSITIONS.get(op)
+    return import_module(f"kernelgen.kernels.{module}").COMPOSITION if module else None
+
+
 # op -> modules whose FAMILY runs it, imported when the op is first used. Those of CPU kernels end in _cpu.
 _MODULES: dict[str, tuple[str, ...]] = {
     "attention": ("attention.prefill_cpu", "attention.split_cpu", "attention.prefill_mma", "attention.split_mma"),
@@ -75,6 +119,10 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "merge_states": ("attention.merge_states_cpu", "attention.merge_states_cuda"),
     "rmsnorm": ("norm.rmsnorm_cpu", "norm.rmsnorm_cuda"),
     "rope": ("rope.rope_cpu", "rope.rope_cuda"),
+    "route": ("moe.route_cpu", "moe.route_cuda"),
+    "moe_sort": ("moe.sort_cpu", "moe.sort_cuda"),
+    "moe_permute": ("moe.permute_cpu", "moe.permute_cuda"),
+    "moe_unpermute": ("moe.unpermute_cpu", "moe.unpermute_cuda"),
     "quantize_fp8": ("quantize.quantize_fp8_cpu", "quantize.quantize_fp8_cuda"),
     "silu_and_mul": ("activation.silu_and_mul_cpu", "activation.silu_and_mul_cuda"),
 }

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from kernelgen.dtypes import DTYPES
-from kernelgen.targets import Target
+from kernelgen.targets import Target, target_of
 from kernelgen.verdicts import Verdict, first_no, no, yes
 
 MAX_BLOCKS = (1 << 31) - 1  # grid x
@@ -20,6 +22,11 @@ def repeated(launch: Callable[[bytes], None], addresses: Callable[[Any], bytes],
         launch(addresses(tensors) + tail)
 
     return run
+
+
+def dependent(device: torch.device) -> bool:
+    """Whether launches there may be set up while the kernel before them runs: those of kernels that call join_previous_kernel()."""
+    return device.type == "cuda" and target_of(device).capability >= 90
 
 
 @dataclass(frozen=True)

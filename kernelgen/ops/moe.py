@@ -1,17 +1,18 @@
-"""moe and route: the mixture-of-experts layer and its router, through the dispatcher."""
+"""moe: the mixture-of-experts layer, through the dispatcher."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
-from kernelgen.errors import DtypeError, SettingsError, ShapeError
-from kernelgen.guard import check_flags, outside_graphs, whole
+from kernelgen.errors import DtypeError, LayoutError, SettingsError, ShapeError
+from kernelgen.guard import ORDINARY, check_backend, check_flags, check_required, needs_torch, outside_graphs, watched
+from kernelgen.moe_tensors import MoeTensors
 from kernelgen.ops.checks import (
     check_dim,
     check_last_contiguous,
@@ -19,80 +20,29 @@ from kernelgen.ops.checks import (
     check_rank,
     check_same_dtype,
     check_tensors,
+    number,
     shape_text,
 )
+from kernelgen.ops.memo import layout_of, new_memo, remember
+from kernelgen.ops.moe_pieces import ExpertMap, check_slot_ids, local_range, table_on
+from kernelgen.ops.weights import PackedWeight
 from kernelgen.problems.common import alignment_of
-from kernelgen.problems.moe import MoeProblem, RouteProblem
+from kernelgen.problems.moe import MoeProblem, PackedForm
 from kernelgen.reference.activation import ACTIVATIONS, GATE_UP, is_gated
 from kernelgen.reference.checks import check_option
-from kernelgen.reference.route import METHODS
 from kernelgen.settings import settings
 from kernelgen.targets import Target, target_of
 
 Scale = torch.Tensor | float
-ExpertMap = torch.Tensor | Sequence[int] | range | tuple[int, int]
+Weight = torch.Tensor | PackedWeight
 Shared = tuple[torch.Tensor, torch.Tensor]
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_INDEX = (torch.int32, torch.int64)
-
-
-class RouteTensors(NamedTuple):
-    """logits (T, E), bias (E) or None; outputs weights (T, k) float32 and ids (T, k) int32."""
-
-    logits: torch.Tensor
-    bias: torch.Tensor | None
-    weights: torch.Tensor
-    ids: torch.Tensor
-    scaling: float
-
-
-class MoeTensors(NamedTuple):
-    """Shapes as in :func:`moe`; ``expert_map`` as given."""
-
-    x: torch.Tensor
-    w13: torch.Tensor
-    w2: torch.Tensor
-    weights: torch.Tensor
-    ids: torch.Tensor
-    out: torch.Tensor
-    alpha: float | None = None
-    limit: float | None = None
-    bias13: torch.Tensor | None = None
-    bias2: torch.Tensor | None = None
-    scale13: Scale | None = None
-    scale2: Scale | None = None
-    shared: Shared | None = None
-    expert_map: ExpertMap | None = None
-
-
-@outside_graphs
-def route(
-    logits: torch.Tensor, k: int, *, method: str = "softmax", renormalize: bool = True, bias: torch.Tensor | None = None,
-    num_groups: int | None = None, topk_groups: int | None = None, scaling: float = 1.0, backend: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k experts of each token and their weights, best first: logits (T, E) to weights (T, k) float32, ids (T, k) int32.
-
-    method   softmax       probabilities over all experts, the k largest; divided by their sum if ``renormalize``
-             topk_softmax  softmax over the k largest logits
-             sigmoid       sigmoid scores, the k largest (of score + bias), divided by their sum if ``renormalize``
-             deepseek_v3   chosen by sigmoid + ``bias``, within the best ``topk_groups`` of ``num_groups`` where these are
-                           given (a group counts its two best); weights are the unbiased scores, divided by their sum
-             llama4        sigmoid of the k largest logits
-    bias     (E), of logits' dtype or float32; every weight is finally multiplied by ``scaling``
-
-    Ties go to the lowest id. A NaN logit counts as -inf; a row with nothing above -inf gives ids 0 .. k - 1 and equal
-    weights. Raises ShapeError (k outside 1 .. E, groups that do not divide E or are too few for k), DtypeError,
-    DeviceError, LayoutError, SettingsError (method, or an argument that it does not take), NoBackendError.
-    """
-    problem, tensors = _describe_route(logits, k, method, renormalize, bias, num_groups, topk_groups, scaling)
-    _, run = prepare(problem, target_of(logits.device), backend, tensors)
-    result = run(tensors)
-    return (tensors.weights, tensors.ids) if result is None else result
+_calls = new_memo()
 
 
 @outside_graphs
 def moe(
-    x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *, activation: str = "swiglu",
+    x: torch.Tensor, w13: Weight, w2: Weight, weights: torch.Tensor, ids: torch.Tensor, *, activation: str = "swiglu",
     alpha: float | None = None, limit: float | None = None, gate_up: str = "gate_first", bias13: torch.Tensor | None = None,
     bias2: torch.Tensor | None = None, scale13: Scale | None = None, scale2: Scale | None = None, shared: Shared | None = None,
     expert_map: ExpertMap | None = None, weights_on_input: bool = False, out: torch.Tensor | None = None,
@@ -101,8 +51,10 @@ def moe(
     """out[t] = sum over slots s of weights[t, s] * (act(x[t] w13[e]^T + bias13[e]) w2[e]^T + bias2[e]) with e = ids[t, s].
 
     x (T, H) float; w13 (E, 2 I, H), or (E, I, H) for an ungated activation; w2 (E, H, I); weights (T, k) float32 or x's
-    dtype; ids (T, k) int32 or int64. w13 and w2 have x's dtype, or are fp8 with float32 ``scale13``, ``scale2``: scalar,
-    (E), per channel (E, N) or (E, N, 1), or blocks (E, ceil(N / 128), ceil(K / 128)). Returns (T, H) in x's dtype.
+    dtype; ids (T, k) int32 or int64. w13 and w2 have x's dtype, or are packed (:func:`pack_weight`) int4 or mxfp4, or are fp8
+    with float32 ``scale13``, ``scale2``: scalar, (E), per channel (E, N) or (E, N, 1), or blocks (E, ceil(N / 128),
+    ceil(K / 128)). Returns (T, H) in x's dtype. Beside fp8 weights the ``generated`` backend rounds a 16-bit x and the
+    activation's result to their fp8 type, with a scale per row, or per 128 of a row where the weights' scales are of blocks.
 
     activation   swiglu, geglu, geglu_tanh, reglu, swiglu_oai (``alpha`` 1.702, ``limit`` 7 unless given), or ungated:
                  relu, relu2, gelu, gelu_tanh, silu, identity; ``limit`` clamps gate and up of a gated one
@@ -114,66 +66,94 @@ def moe(
     weights_on_input   the weight multiplies x instead of the expert's output
 
     An id that names no expert here is skipped (under KERNELGEN_CHECK=1 one outside 0 .. E - 1, or outside the map, is a
-    ShapeError); a repeated one adds again. The k contributions are added in slot order. Raises ShapeError, DtypeError,
+    ShapeError); a repeated one adds again. The k contributions are added in slot order, in float32, always the same: equal calls
+    give equal bits, ``deterministic`` or not. Nothing waits for the device. Raises ShapeError, DtypeError,
     DeviceError, LayoutError, SettingsError, NoBackendError.
     """
+    key = _signature(x, w13, w2, weights, ids, (activation, alpha, limit, gate_up, weights_on_input, deterministic, backend),
+                     (bias13, bias2, out), (scale13, scale2), shared, expert_map)
+    try:
+        call = _calls.get(key) if key is not None else None
+    except TypeError:  # an option that has no hash is no legal one
+        key = call = None
+    if call is not None:
+        return call(MoeTensors(x, w13, w2, weights, ids, out, alpha, limit, bias13, bias2, scale13, scale2, shared, expert_map))  # type: ignore[arg-type]
+    check_backend(backend)
     problem, tensors = _describe_moe(
         x, w13, w2, weights, ids, activation, alpha, limit, gate_up, bias13, bias2, scale13, scale2, shared, expert_map,
         weights_on_input, out, deterministic,
     )
     if settings().check:
         _check_ids(ids, w13.shape[0], expert_map)
-    _, run = prepare(problem, target_of(x.device), backend, tensors)
+    decision, run = prepare(problem, target_of(x.device), backend, tensors)
+    if key is not None and decision.chosen is not None and decision.chosen.backend == "generated" and not settings().check:
+        remember(_calls, key, _prepared(tensors, run))
     result = run(tensors)
     return tensors.out if result is None else result
 
 
-def explain_route(*args: Any, target: Target, backend: str, live: bool, **kwargs: Any) -> Decision:
-    """The decision for a route call with these arguments, without running it."""
-    defaults: dict[str, Any] = {
-        "method": "softmax", "renormalize": True, "bias": None, "num_groups": None, "topk_groups": None, "scaling": 1.0,
-    }
-    problem, _ = _describe_route(**(defaults | dict(zip(("logits", "k"), args)) | kwargs))
-    return choose(problem, target, backend, live=live)
+def _signature(
+    x: Any, w13: Any, w2: Any, weights: Any, ids: Any, options: tuple[Any, ...], tensors: tuple[Any, ...], scales: tuple[Any, ...],
+    shared: Any, expert_map: Any,
+) -> Any:
+    """What decides a prepared call; None where a call is not remembered. Plain numbers count by their value."""
+    if type(x) not in ORDINARY or watched() or not (shared is None or type(shared) is tuple):
+        return None
+    if not all(n is None or type(n) in (float, int) for n in options[1:3]):  # alpha and limit: a tensor would be read once
+        return None
+    if not (expert_map is None or isinstance(expert_map, (tuple, range)) or type(expert_map) in ORDINARY):
+        return None
+    every = (x, weights, ids, *tensors, *(shared or ()), *(w for w in (w13, w2) if not isinstance(w, PackedWeight)))
+    return (
+        tuple(map(layout_of, every)), *(w.layout if isinstance(w, PackedWeight) else type(w) for w in (w13, w2)),
+        tuple(layout_of(s) if isinstance(s, torch.Tensor) else (type(s), s) for s in scales), shared is None, options,
+        tuple(map(type, options)), layout_of(expert_map) if isinstance(expert_map, torch.Tensor) else expert_map, settings().check,
+        torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in (*every, *scales)),
+    )
+
+
+def _prepared(sample: MoeTensors, run: Any) -> Callable[[MoeTensors], torch.Tensor]:
+    """The repeated call of bound kernels, which only re-read addresses."""
+    shape, table, first = tuple(sample.out.shape), sample.table is not None, sample.first
+    scale13, scale2 = sample.scale13, sample.scale2
+
+    def call(t: MoeTensors) -> torch.Tensor:
+        if t.out is None:
+            out = t.x.new_empty(shape)
+        else:
+            out = t.out
+            _check_apart(t.x, out)
+        run(t._replace(
+            out=out, table=t.expert_map.to(torch.int32).contiguous() if table else None, first=first,
+            scale13=t.scale13 if isinstance(t.scale13, torch.Tensor) else scale13,
+            scale2=t.scale2 if isinstance(t.scale2, torch.Tensor) else scale2))
+        return out
+
+    return call
 
 
 def explain_moe(*args: Any, target: Target, backend: str, live: bool, **kwargs: Any) -> Decision:
-    """The decision for a moe call with these arguments, without running it. Shapes do: weights and ids get their own dtypes."""
+    """The decision for a moe call with these arguments, without running it."""
     defaults: dict[str, Any] = {
         "activation": "swiglu", "alpha": None, "limit": None, "gate_up": "gate_first", "bias13": None, "bias2": None,
         "scale13": None, "scale2": None, "shared": None, "expert_map": None, "weights_on_input": False, "out": None,
         "deterministic": True,
     }
     values = defaults | dict(zip(("x", "w13", "w2", "weights", "ids"), args)) | kwargs
-    for name, dtype in (("weights", torch.float32), ("ids", torch.int32)):
-        if isinstance(values.get(name), torch.Tensor) and values[name].device.type == "meta":
-            values[name] = values[name].to(dtype)
+    if isinstance(values.get("expert_map"), torch.Tensor):
+        values["expert_map"] = values["expert_map"].to(values["x"].device)
     problem, _ = _describe_moe(**values)
     return choose(problem, target, backend, live=live)
 
 
-def run_reference(problem: RouteProblem | MoeProblem, tensors: Any) -> Any:
-    """Both ops by the float64 oracle: fills the outputs, or returns fresh ones where autograd needs the graph."""
-    return _reference_route(problem, tensors) if isinstance(problem, RouteProblem) else _reference_moe(problem, tensors)
-
-
-def _reference_route(p: RouteProblem, t: RouteTensors) -> tuple[torch.Tensor, torch.Tensor] | None:
+def run_reference(p: MoeProblem, t: MoeTensors) -> torch.Tensor | None:
+    """The float64 oracle: fills the output, or returns a fresh one where autograd needs the graph."""
     from kernelgen import reference
 
-    weights, ids = reference.route(t.logits, p.k, method=p.method, renormalize=p.renormalize, bias=t.bias, num_groups=p.num_groups,
-                                   topk_groups=p.topk_groups, scaling=t.scaling)
-    if p.requires_grad:
-        return weights.to(torch.float32), ids
-    t.weights.copy_(weights)
-    t.ids.copy_(ids)
-    return None
-
-
-def _reference_moe(p: MoeProblem, t: MoeTensors) -> torch.Tensor | None:
-    from kernelgen import reference
-
+    w13, w2 = (reference.PackedWeight(w.format, w.shape, w.group_size, w.codes, w.scale, w.zero) if isinstance(w, PackedWeight) else w
+               for w in (t.w13, t.w2))
     result = reference.moe(
-        t.x, t.w13, t.w2, t.weights, t.ids, activation=p.activation, alpha=t.alpha, limit=t.limit, gate_up=p.gate_up,
+        t.x, w13, w2, t.weights, t.ids, activation=p.activation, alpha=t.alpha, limit=t.limit, gate_up=p.gate_up,
         bias13=t.bias13, bias2=t.bias2, scale13=t.scale13, scale2=t.scale2, shared=t.shared, expert_map=t.expert_map,
         weights_on_input=p.weights_on_input,
     )
@@ -183,84 +163,39 @@ def _reference_moe(p: MoeProblem, t: MoeTensors) -> torch.Tensor | None:
     return None
 
 
-def _describe_route(
-    logits: torch.Tensor, k: int, method: str, renormalize: bool, bias: torch.Tensor | None, num_groups: int | None,
-    topk_groups: int | None, scaling: float,
-) -> tuple[RouteProblem, RouteTensors]:
-    check_tensors(logits=logits, bias=bias)
-    check_rank("logits", logits, 2, "(T, E)")
-    check_last_contiguous(logits=logits, bias=bias)
-    _check_float("logits", logits)
-    check_option("method", method, METHODS)
-    tokens, experts = logits.shape
-    slots = whole(k)
-    if slots is None or not 1 <= slots <= experts:
-        raise ShapeError(f"k: got {k!r}, expected a whole number from 1 to {experts}, the experts of logits {shape_text(logits)}")
-    check_flags(renormalize=renormalize)
-    if bias is not None:
-        if method not in ("sigmoid", "deepseek_v3"):
-            raise SettingsError(f"bias: got one with method {method!r}, expected 'sigmoid' or 'deepseek_v3', which select by it")
-        _check_shape("bias", bias, (experts,), "one entry per expert")
-        _check_side_dtype("bias", bias, logits)
-    num_groups, topk_groups = _group_counts(method, experts, slots, num_groups, topk_groups)
-    grad = torch.is_grad_enabled() and logits.requires_grad
-    problem = RouteProblem(
-        tokens=tokens, experts=experts, k=slots, dtype=dtype_name(logits.dtype), method=method, renormalize=bool(renormalize),
-        bias=bias is not None, num_groups=num_groups, topk_groups=topk_groups, requires_grad=grad,
-        alignment=alignment_of(logits, bias),
-    )
-    weights = torch.empty((tokens, slots), dtype=torch.float32, device=logits.device)
-    return problem, RouteTensors(logits, bias, weights, torch.empty_like(weights, dtype=torch.int32), float(scaling))
-
-
-def _group_counts(
-    method: str, experts: int, k: int, num_groups: int | None, topk_groups: int | None,
-) -> tuple[int, int] | tuple[None, None]:
-    if num_groups is None and topk_groups is None:
-        return None, None
-    if num_groups is None or topk_groups is None:
-        raise SettingsError(f"got num_groups={num_groups} and topk_groups={topk_groups}, expected both or neither")
-    groups, kept = whole(num_groups), whole(topk_groups)
-    if groups is None or kept is None:
-        raise ShapeError(f"got num_groups={num_groups!r} and topk_groups={topk_groups!r}, expected whole numbers")
-    if method != "deepseek_v3":
-        raise SettingsError(f"num_groups: got one with method {method!r}, expected 'deepseek_v3', which selects in groups")
-    if groups < 1 or experts % groups:
-        raise ShapeError(f"num_groups: got {groups}, expected a divisor of {experts}, the number of experts")
-    if not 1 <= kept <= groups:
-        raise ShapeError(f"topk_groups: got {kept}, expected 1 to {groups}, the number of groups")
-    room = experts // groups * kept
-    if k > room:
-        raise ShapeError(f"k: got {k}, expected at most {room}, the experts of {kept} kept groups; raise topk_groups")
-    return groups, kept
-
-
 def _describe_moe(
-    x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, activation: str,
+    x: torch.Tensor, w13: Weight, w2: Weight, weights: torch.Tensor, ids: torch.Tensor, activation: str,
     alpha: float | None, limit: float | None, gate_up: str, bias13: torch.Tensor | None, bias2: torch.Tensor | None,
     scale13: Scale | None, scale2: Scale | None, shared: Shared | None, expert_map: ExpertMap | None, weights_on_input: bool,
     out: torch.Tensor | None, deterministic: bool,
 ) -> tuple[MoeProblem, MoeTensors]:
     """Check everything, allocate the output, and describe the call."""
-    check_flags(weights_on_input=weights_on_input, deterministic=deterministic)
+    if shared is not None and (not isinstance(shared, (tuple, list)) or len(shared) != 2):
+        raise DtypeError(f"shared: got {type(shared).__name__}, expected the pair (w13 (2 Is, H), w2 (H, Is))")
     shared13, shared2 = shared if shared is not None else (None, None)
+    plain13, plain2 = (w.codes if isinstance(w, PackedWeight) else w for w in (w13, w2))
     map_tensor = expert_map if isinstance(expert_map, torch.Tensor) else None
-    check_tensors(x=x, w13=w13, w2=w2, weights=weights, ids=ids, bias13=bias13, bias2=bias2, shared_w13=shared13, shared_w2=shared2,
-                  expert_map=map_tensor, scale13=_tensor_or_none(scale13), scale2=_tensor_or_none(scale2), out=out)
-    for name, t, form in (("x", x, "(T, H)"), ("weights", weights, "(T, k)"), ("ids", ids, "(T, k)")):
+    check_required(x=x, w13=plain13, w2=plain2, weights=weights, ids=ids)
+    check_tensors(x=x, w13=plain13, w2=plain2, weights=weights, ids=ids, bias13=bias13, bias2=bias2, shared_w13=shared13,
+                  shared_w2=shared2, expert_map=map_tensor, scale13=_tensor_or_none(scale13), scale2=_tensor_or_none(scale2), out=out)
+    check_flags(weights_on_input=weights_on_input, deterministic=deterministic)
+    for name, t, form in (("x", x, "(T, H)"), ("weights", weights, "(T, k)")):
         check_rank(name, t, 2, form)
-    check_rank("w13", w13, 3, "(E, 2 I, H)")
-    check_rank("w2", w2, 3, "(E, H, I)")
-    check_last_contiguous(x=x, w13=w13, w2=w2, weights=weights, ids=ids, bias13=bias13, bias2=bias2, shared_w13=shared13,
+    check_slot_ids(ids)
+    check_rank("w13", plain13, 3, "(E, 2 I, H)")
+    check_rank("w2", plain2, 3, "(E, H, I)")
+    check_last_contiguous(x=x, w13=plain13, w2=plain2, weights=weights, bias13=bias13, bias2=bias2, shared_w13=shared13,
                           shared_w2=shared2)
     halves = _check_activation(activation, alpha, limit, gate_up)
-    _check_dtypes(x, w13, w2, weights, ids, scale13, scale2)
+    alpha, limit = (None if n is None else number(name, n) for name, n in (("alpha", alpha), ("limit", limit)))
+    _check_dtypes(x, w13, w2, weights, scale13, scale2)
     (tokens, hidden), (experts, wide), k = x.shape, w13.shape[:2], ids.shape[1]
     if wide % halves:
-        raise ShapeError(f"w13: got {wide} rows per expert in {shape_text(w13)}, expected an even number: {activation} has gate "
-                         "and up")
-    check_dim("w13", w13, 2, hidden, "the H of x")
-    _check_shape("w2", w2, (experts, hidden, wide // halves), "(E, H, I) by w13 and x")
+        raise ShapeError(f"w13: got {wide} rows per expert in {tuple(w13.shape)}, expected an even number: {activation} has gate and up")
+    if w13.shape[2] != hidden:
+        raise ShapeError(f"w13: got {w13.shape[2]} in dimension 2 of {tuple(w13.shape)}, expected {hidden} (the H of x)")
+    if tuple(w2.shape) != (experts, hidden, wide // halves):
+        raise ShapeError(f"w2: got shape {tuple(w2.shape)}, expected {(experts, hidden, wide // halves)} ((E, H, I) by w13 and x)")
     check_dim("ids", ids, 0, tokens, "the tokens of x")
     _check_shape("weights", weights, (tokens, k), "the shape of ids")
     for name, bias, columns in (("bias13", bias13, wide), ("bias2", bias2, hidden)):
@@ -270,22 +205,49 @@ def _describe_moe(
     scales = _recipe("scale13", scale13, w13), _recipe("scale2", scale2, w2)
     if shared13 is not None and shared2 is not None:
         _check_shared(shared13, shared2, x, halves)
+    map_kind, first = local_range(expert_map, experts)
+    grad = needs_torch(x, plain13, plain2, weights, bias13, bias2, shared13, shared2)
     if out is None:
         out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
     else:
         check_output("out", out, (tokens, hidden), x.dtype, x.device)
-    grad = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (x, w13, w2, weights, bias13, bias2, shared13, shared2))
+        _check_apart(x, out)
+    forms = [_form(w) for w in (w13, w2) if isinstance(w, PackedWeight)]
     problem = MoeProblem(
         tokens=tokens, hidden=hidden, intermediate=wide // halves, experts=experts, k=k, x_dtype=dtype_name(x.dtype),
-        weight_dtype=dtype_name(w13.dtype), out_dtype=dtype_name(out.dtype), activation=activation, gated=halves == 2,
+        weight_dtype=w13.format if isinstance(w13, PackedWeight) else dtype_name(w13.dtype), out_dtype=dtype_name(out.dtype),
+        activation=activation, gated=halves == 2,
         gate_up=gate_up, limit=limit is not None or activation == "swiglu_oai", bias13=bias13 is not None, bias2=bias2 is not None,
         scales=scales[0] if scales[0] == scales[1] else "/".join(map(str, scales)),
-        shared=None if shared2 is None else shared2.shape[1], expert_map=_map_kind(expert_map, experts),
+        shared=None if shared2 is None else shared2.shape[1], expert_map=map_kind,
         weights_on_input=bool(weights_on_input), deterministic=bool(deterministic), requires_grad=grad,
-        alignment=alignment_of(x, w13, w2, out),
+        alignment=alignment_of(x, plain13, plain2, out, shared13, shared2),
+        packed=(forms[0], forms[1]) if forms else None, bias13_dtype=None if bias13 is None else dtype_name(bias13.dtype),
+        bias2_dtype=None if bias2 is None else dtype_name(bias2.dtype), slot_dtype=dtype_name(weights.dtype),
+        id_dtype=str(ids.dtype).removeprefix("torch."),
     )
-    return problem, MoeTensors(x, w13, w2, weights, ids, out, alpha, limit, bias13, bias2, scale13, scale2, shared, expert_map)
+    return problem, MoeTensors(x, w13, w2, weights, ids, out, alpha, limit, bias13, bias2, _as_tensor("scale13", scale13, x),
+                               _as_tensor("scale2", scale2, x), shared, expert_map, table_on(expert_map, x.device), first)
+
+
+def _form(w: PackedWeight) -> PackedForm:
+    return PackedForm(w.format, w.group_size, "e8m0" if w.format == "mxfp4" else dtype_name(w.scale.dtype), w.zero is not None)
+
+
+def _as_tensor(name: str, scale: Scale | None, x: torch.Tensor) -> torch.Tensor | None:
+    """A plain number is put on the device, once per prepared call."""
+    if scale is None or isinstance(scale, torch.Tensor):
+        return scale
+    return torch.full((), number(name, scale), dtype=torch.float32, device=x.device)
+
+
+def _check_apart(x: torch.Tensor, out: torch.Tensor) -> None:
+    """x is read after the first kernels have written to out where it lies in the same memory."""
+    if x.device.type == "meta" or not x.numel() or watched():
+        return
+    spans = [(t.data_ptr(), t.data_ptr() + ((t.shape[0] - 1) * t.stride(0) + t.shape[1]) * t.element_size()) for t in (x, out)]
+    if spans[0][0] < spans[1][1] and spans[1][0] < spans[0][1]:
+        raise LayoutError("out: got memory that x lies in, expected memory of its own: a shared expert, and the caller, still need x")
 
 
 def _tensor_or_none(scale: Scale | None) -> torch.Tensor | None:
@@ -319,10 +281,18 @@ def _check_activation(activation: str, alpha: float | None, limit: float | None,
 
 
 def _check_dtypes(
-    x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, scale13: Scale | None,
-    scale2: Scale | None,
+    x: torch.Tensor, w13: Weight, w2: Weight, weights: torch.Tensor, scale13: Scale | None, scale2: Scale | None,
 ) -> None:
     _check_float("x", x)
+    _check_side_dtype("weights", weights, x)
+    if isinstance(w13, PackedWeight) or isinstance(w2, PackedWeight):
+        if not (isinstance(w13, PackedWeight) and isinstance(w2, PackedWeight)):
+            raise DtypeError("got one packed weight of w13 and w2, expected both packed or neither")
+        if scale13 is not None or scale2 is not None:
+            raise DtypeError("got scale13 or scale2 with packed weights, expected none: they carry their own")
+        if x.dtype == torch.float64:
+            raise DtypeError(f"x: got {x.dtype} with packed weights, expected float32, bfloat16 or float16")
+        return
     check_same_dtype(w13=w13, w2=w2)
     if w13.dtype in _FP8:
         if scale13 is None or scale2 is None:
@@ -331,12 +301,9 @@ def _check_dtypes(
         check_same_dtype(x=x, w13=w13, w2=w2)
         if scale13 is not None or scale2 is not None:
             raise DtypeError(f"got scale13 or scale2 with {w13.dtype} weights, expected them with fp8 weights only; leave them out")
-    _check_side_dtype("weights", weights, x)
-    if ids.dtype not in _INDEX:
-        raise DtypeError(f"ids: got {ids.dtype}, expected int32 (or int64)")
 
 
-def _recipe(name: str, scale: Scale | None, w: torch.Tensor) -> str | None:
+def _recipe(name: str, scale: Scale | None, w: Weight) -> str | None:
     """Which fp8 recipe the scale's shape spells."""
     if scale is None or not isinstance(scale, torch.Tensor):
         return None if scale is None else "tensor"
@@ -348,7 +315,7 @@ def _recipe(name: str, scale: Scale | None, w: torch.Tensor) -> str | None:
              (experts, rows, 1): "channel"}
     if tuple(scale.shape) not in table:
         raise ShapeError(f"{name}: got shape {shape_text(scale)}, expected a scalar, ({experts},), ({experts}, {rows}), "
-                         f"({experts}, {rows}, 1) or blocks {blocks} for weights {shape_text(w)}")
+                         f"({experts}, {rows}, 1) or blocks {blocks} for weights {tuple(w.shape)}")
     return table[tuple(scale.shape)]
 
 
@@ -360,24 +327,6 @@ def _check_shared(w13: torch.Tensor, w2: torch.Tensor, x: torch.Tensor, halves: 
     if w13.shape[0] % halves:
         raise ShapeError(f"shared w13: got {w13.shape[0]} rows in {shape_text(w13)}, expected an even number: gate and up")
     _check_shape("shared w2", w2, (x.shape[1], w13.shape[0] // halves), "(H, Is) by x and shared w13")
-
-
-def _map_kind(expert_map: ExpertMap | None, experts: int) -> str | None:
-    if expert_map is None:
-        return None
-    if isinstance(expert_map, torch.Tensor):
-        if expert_map.dtype not in _INDEX:
-            raise DtypeError(f"expert_map: got {expert_map.dtype}, expected int32 (or int64)")
-        check_rank("expert_map", expert_map, 1, "(E_global)")
-        return "table"
-    if isinstance(expert_map, tuple) and len(expert_map) != 2:
-        raise ShapeError(f"expert_map: got {expert_map!r}, expected (first, last + 1), a range, or numbers in a tensor or list")
-    if isinstance(expert_map, (tuple, range)):
-        local = expert_map if isinstance(expert_map, range) else range(*expert_map)
-        if local.step != 1 or len(local) != experts:
-            raise ShapeError(f"expert_map: got {expert_map!r}, expected {experts} consecutive ids, one for each expert of w13")
-        return "range"
-    return "table"
 
 
 def _check_ids(ids: torch.Tensor, experts: int, expert_map: ExpertMap | None) -> None:

@@ -11,6 +11,10 @@ from kernelgen.problems.common import flag_words
 
 GATED_ACTIVATIONS = ("swiglu", "geglu")
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu") + GATED_ACTIVATIONS
+# What moe asks for beside them, of kernels whose verdict names MORE_ACTIVATIONS: the same arithmetic with other functions, and
+# with gate and up clamped first (the tensors carry alpha and limit).
+MORE_GATED = ("geglu_tanh", "reglu", "swiglu_oai", "swiglu_clamped", "geglu_clamped", "geglu_tanh_clamped", "reglu_clamped")
+MORE_ACTIVATIONS = (*ACTIVATIONS, "relu2", *MORE_GATED)
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,7 @@ class GemmProblem:
     batch            product of the leading dimensions (1 for a plain product); ``batched_b``: b has them too
     m, n, k          a (.., M, K) @ b (K, N); n is b's N, also where a gated activation halves the output
     a_order, b_order "row" (last dimension contiguous) or "col" (first of the two contiguous)
-    activation       None or a name of ACTIVATIONS
+    activation       None or a name of ACTIVATIONS; moe also asks for others of MORE_ACTIVATIONS
     gate_up          "gate_first", "up_first" or "interleaved"; only gated activations look at it
     scales           fp8 recipe: None; "tensor" (one scale each); "row" (one per row of a, one per column of b; one of the two may
                      be a single scale, whose strides are 0); "block_128x128" or "block_1x128" (what b's blocks are; a's are 1 x 128)
@@ -67,7 +71,12 @@ class GemmProblem:
 
     @property
     def gated(self) -> bool:
-        return self.activation in GATED_ACTIVATIONS
+        return self.activation in GATED_ACTIVATIONS or self.activation in MORE_GATED
+
+    @property
+    def clamped(self) -> bool:
+        """Gate and up are clamped to the tensors' ``limit``."""
+        return self.activation == "swiglu_oai" or (self.activation or "").endswith("_clamped")
 
     def __str__(self) -> str:
         batch = f"b={self.batch} " if self.batch != 1 or self.batched_b else ""

@@ -31,6 +31,7 @@ class QuantizeProblem:
     requires_grad: bool = False
 
     op = "quantize_fp8"
+    limited = False
 
     @property
     def gated(self) -> bool:
@@ -39,7 +40,17 @@ class QuantizeProblem:
     def __str__(self) -> str:
         words = f" activation={self.activation}" if self.activation else ""
         words += f" {self.gate_up}" if self.gated else ""
+        words += " limited" if self.limited else ""
         words += f" align={self.alignment}" if self.alignment < 16 else ""
         batch = f"b={self.batch} " if self.batch != 1 else ""
         return (f"quantize_fp8[{batch}rows={self.rows} width={self.width} {self.dtype}->{self.code_dtype} {self.recipe}{words}"
                 f"{flag_words(grad=self.requires_grad)}]")
+
+
+@dataclass(frozen=True)
+class LimitedQuantizeProblem(QuantizeProblem):
+    """Of which only the first rows mean anything, as many as the tensors' ``row_ends`` says on the device. A kernel may stop there; what
+    it writes behind is unspecified. A step of a composition, never a call of its own; not of recipe "tensor".
+    """
+
+    limited = True

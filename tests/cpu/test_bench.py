@@ -20,7 +20,7 @@ from kernelgen import build
 from kernelgen.bench import first_call, machine, probe, report, results, run
 from kernelgen.bench.protocol import CpuTimer, Protocol, Timing, count_sets, host_cost, interleave, last_level_cache, plan_graphs
 from kernelgen.bench.results import Results, ResultsError, Row
-from kernelgen.bench.suites import DEFAULT, SUITES, AttentionCase, GemmCase, RowsCase
+from kernelgen.bench.suites import DEFAULT, SUITES, AttentionCase, GemmCase, MoeCase, RouteCase, RowsCase
 from kernelgen.bench.workloads import Candidate, Workload, workload
 from kernelgen.cli.bench import NAMES, bench
 from kernelgen.errors import LaunchError
@@ -175,6 +175,8 @@ def test_operands_that_fall_short_are_noted() -> None:
     (AttentionCase(2, 128, 4, 64, False), 4 * 2 * 4 * 128 * 128 * 64, 4 * 2 * 2 * 128 * 4 * 64),
     (AttentionCase(2, 128, 4, 64, True), 2 * 2 * 4 * 128 * 128 * 64, 4 * 2 * 2 * 128 * 4 * 64),
     (GemmCase(16, 32, 64, "fp32"), 2 * 16 * 32 * 64, 4 * (16 * 64 + 64 * 32 + 16 * 32)),
+    (RouteCase(40, 64, 4), 0, 40 * (64 * 2 + 4 * 8)), (RouteCase(40, 64, 4, "deepseek_v3"), 0, 40 * (64 * 2 + 4 * 8)),
+    (MoeCase("small", 64), 6 * 64 * 2 * 512 * 256, int(8 * (1 - (7 / 8) ** 128) * 3 * 512 * 256 * 2) + 4 * 64 * 512),
     (RowsCase("rmsnorm", 8, 64), 0, 2 * 8 * 64 * 2), (RowsCase("silu_and_mul", 8, 64), 0, 2 * 8 * 64 * 3),
 ])
 def test_work_of_a_case_and_that_torch_passes_the_check(case: Any, flops: int, traffic: int) -> None:

@@ -21,7 +21,7 @@ from kernelgen.dispatch.explain import OPS
 from kernelgen.problems.attention import AttentionProblem
 from kernelgen.problems.cache_ops import AppendProblem, MergeProblem, RopeProblem, Rotation
 from kernelgen.problems.gemm import GemmProblem, GroupedGemmProblem
-from kernelgen.problems.moe import MoeProblem, RouteProblem
+from kernelgen.problems.moe import MoePermuteProblem, MoeProblem, MoeSortProblem, MoeUnpermuteProblem, PackedForm, RouteProblem
 from kernelgen.problems.paged import PagedAttentionProblem
 from kernelgen.problems.quantize import QuantizeProblem
 from kernelgen.problems.rows import RmsNormProblem, SiluAndMulProblem
@@ -34,6 +34,7 @@ GEMM, PAGED = "gemm --mnk 32,64,48", "paged_attention --kv-lens 20,7 --q-heads 4
 GROUPED = "grouped_gemm --groups 8 --mnk 32,64,48"
 MOE, ROUTE = "moe --tokens 4 --hidden 256 --intermediate 128 --experts 8 --k 2", "route --tokens 4 --experts 8 --k 2"
 APPEND, ROW_OF_8 = "append_kv --tokens 5 --kv-heads 2 --head-dim 64", "--head-dim-rope 8"
+ROWS = "moe_{}permute --tokens 4 --k 2 --hidden 64"
 FP8_MOE = f"{MOE} --weight-dtype e4m3 --scales"
 
 
@@ -111,7 +112,11 @@ REACHED: dict[type, dict[str, dict[str, Any]]] = {
         MOE: dict(tokens=4, hidden=256, intermediate=128, experts=8, k=2, x_dtype="bf16", out_dtype="bf16", gated=True),
         f"{MOE} --activation relu2": dict(activation="relu2", gated=False), f"{MOE} --gate-up up_first": dict(gate_up="up_first"),
         f"{MOE} --activation swiglu_oai --alpha 1.5": dict(limit=True), f"{MOE} --limit 5": dict(limit=True),
-        f"{MOE} --bias13 --bias2": dict(bias13=True, bias2=True), f"{MOE} --shared 64": dict(shared=64),
+        f"{MOE} --bias13 --bias2": dict(bias13=True, bias2=True, bias13_dtype="bf16"), f"{MOE} --shared 64": dict(shared=64),
+        f"{MOE} --bias2 --bias-dtype fp32": dict(bias2_dtype="fp32"), f"{MOE} --slot-dtype bf16": dict(slot_dtype="bf16"),
+        f"{MOE} --wide-ids": dict(id_dtype="int64"),
+        f"{MOE} --packed int4 --group-size 64 --zero-points": dict(packed=2 * (PackedForm("int4", 64, "bf16", True),)),
+        f"{MOE} --packed mxfp4": dict(weight_dtype="mxfp4", packed=2 * (PackedForm("mxfp4", 32, "e8m0", False),)),
         f"{MOE} --expert-map range": dict(expert_map="range"), f"{MOE} --expert-map table": dict(expert_map="table"),
         f"{MOE} --weights-on-input": dict(weights_on_input=True), f"{MOE} --nondeterministic": dict(deterministic=False),
         f"{MOE} --grad": dict(requires_grad=True), f"{MOE} --alignment 2": dict(alignment=2),
@@ -120,7 +125,22 @@ REACHED: dict[type, dict[str, dict[str, Any]]] = {
     RouteProblem: {
         ROUTE: dict(tokens=4, experts=8, k=2, method="softmax", renormalize=True, dtype="bf16"),
         f"{ROUTE} --no-renormalize --grad": dict(renormalize=False, requires_grad=True), f"{ROUTE} --alignment 2": dict(alignment=2),
-        f"{ROUTE} --method deepseek_v3 --bias --num-groups 4 --topk-groups 2": dict(bias=True, num_groups=4, topk_groups=2),
+        f"{ROUTE} --method deepseek_v3 --bias --num-groups 4 --topk-groups 2": dict(
+            bias=True, num_groups=4, topk_groups=2, bias_dtype="fp32"),
+        f"{ROUTE} --method sigmoid --bias --bias-dtype bf16 --counts": dict(bias_dtype="bf16", counts=True),
+    },
+    MoeSortProblem: {
+        "moe_sort --tokens 4 --k 2 --experts 8": dict(tokens=4, k=2, experts=8, id_dtype="int32", expert_map=None, requires_grad=False),
+        "moe_sort --tokens 4 --k 2 --experts 8 --wide-ids --expert-map table": dict(id_dtype="int64", expert_map="table"),
+    },
+    MoePermuteProblem: {
+        ROWS.format(""): dict(tokens=4, k=2, width=64, dtype="bf16", weight_dtype=None, scales=None),
+        ROWS.format("") + " --weight-dtype fp32 --alignment 4 --grad": dict(weight_dtype="fp32", alignment=4, requires_grad=True),
+    },
+    MoeUnpermuteProblem: {
+        ROWS.format("un"): dict(tokens=4, k=2, width=64, dtype="bf16", out_dtype="bf16", weight_dtype=None, addend=None),
+        ROWS.format("un") + " --weight-dtype fp32 --addend --alignment 4 --grad": dict(
+            weight_dtype="fp32", addend="bf16", alignment=4, requires_grad=True),
     },
     PagedAttentionProblem: {
         PAGED: dict(batch=2, seq_q=2, max_seq_q=1, seq_k=32, page_size=16, num_q_heads=4, num_kv_heads=4, head_dim=64, causal=True),
@@ -169,6 +189,15 @@ REACHED: dict[type, dict[str, dict[str, Any]]] = {
         "merge_states --outs 2,5,4,65 --lse-dtype fp64 --grad": dict(lse_dtype="fp64", requires_grad=True, alignment=2),
     },
 }
+
+
+def test_prebuild_of_a_layer_builds_every_step(fresh_cache: Path) -> None:
+    """The kernels that a call then takes, and nothing else is compiled by it."""
+    result = CliRunner().invoke(cli, ["prebuild", *f"{MOE} --shared 64 --dtype fp32 --target cpu --json".split()])
+    assert result.exit_code == 0, result.output
+    built = {row["spec"].split("[")[0] for row in json.loads(result.output[result.output.index("[") :])}
+    assert {"moe_sort_cpu_int32_ids", "moe_permute_cpu_b4", "moe_unpermute_cpu_fp32_fp32_weights_fp32_addend_fp32"} < built
+    assert len(built) >= 6
 
 
 def test_every_op_of_the_library_has_its_command() -> None:

@@ -54,6 +54,7 @@ OPS: dict[str, Callable[[torch.Tensor], Any]] = {
     "merge_states": lambda x: kernelgen.merge_states(x, x[..., 0]),
     "quantize_fp8": lambda x: [t.float() for t in kernelgen.quantize_fp8(x[0, :, 0])],
     "route": lambda x: kernelgen.route(x[0, :, 0], 2),
+    "moe": lambda x: moe_and_pieces(x[0, :, 0].contiguous()),
     "plan": lambda x: plan_and_run(x, None),
     "plan and update": lambda x: plan_and_run(x, [3, 2]),
     "plan_mla": lambda x: kernelgen.plan_mla(
@@ -61,6 +62,13 @@ OPS: dict[str, Callable[[torch.Tensor], Any]] = {
     ).run(x[:, 0, :, :8].contiguous(), x[:, 0, :, 8:].contiguous(), x[:, :, 0].contiguous()),
     "cascade": lambda x: kernelgen.cascade_attention(x[:, 0], (x, x), [(PageTable.contiguous([3, 2], x.shape[1]), [0, 1, 2])]),
 }
+
+
+def moe_and_pieces(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    weights, ids = kernelgen.route(x[:, :4], 2)
+    sort = kernelgen.moe_sort(ids, 4)
+    out = kernelgen.moe(x, torch.full((4, 16, 16), 0.1), torch.full((4, 16, 8), 0.1), weights, ids)
+    return out, kernelgen.moe_unpermute(kernelgen.moe_permute(x, sort), sort, weights)
 
 
 def plan_and_run(x: torch.Tensor, lens: list[int] | None) -> Any:

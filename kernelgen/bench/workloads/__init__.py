@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kernelgen.bench.suites import AttentionCase, Case, DecodeCase, DenseDecodeCase, GemmCase, RowsCase
+from kernelgen.bench.suites import AttentionCase, Case, DecodeCase, DenseDecodeCase, GemmCase, MoeCase, RouteCase, RowsCase
 from kernelgen.bench.workloads.attention import AttentionWorkload
 from kernelgen.bench.workloads.base import Candidate, Workload
 from kernelgen.bench.workloads.decode import DecodeWorkload
 from kernelgen.bench.workloads.decode_dense import DenseDecodeWorkload
 from kernelgen.bench.workloads.gemm import GemmWorkload
+from kernelgen.bench.workloads.moe import MoeWorkload, RouteWorkload
 from kernelgen.bench.workloads.rows import RowsWorkload
 
 _WORKLOADS: dict[type, Callable[[Any, str], Workload]] = {
     AttentionCase: AttentionWorkload, DecodeCase: DecodeWorkload, DenseDecodeCase: DenseDecodeWorkload, GemmCase: GemmWorkload,
-    RowsCase: RowsWorkload,
+    MoeCase: MoeWorkload, RouteCase: RouteWorkload, RowsCase: RowsWorkload,
 }
 
 

@@ -14,8 +14,9 @@ import torch
 
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
+from kernelgen.kernels.gemm.activations import ACTIVATION_NAMES
 from kernelgen.params import ParamStruct
-from kernelgen.problems.gemm import ACTIVATIONS, GemmProblem, GroupedGemmProblem
+from kernelgen.problems.gemm import MORE_ACTIVATIONS, GemmProblem, GroupedGemmProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
 from kernelgen.tensors import GemmTensors, GroupedGemmTensors
@@ -30,12 +31,11 @@ _NUMBERS = (
     "tasks_m", "tasks_n", "b_offset", "scales_offset", "sums_offset", "amax_offset", "quantize_rows", "quantize_tasks",
 )
 # struct GemmCpuParams of gemm_params.h.
-PARAMS = ParamStruct((*((name, "ptr") for name in _POINTERS), *((name, "i64") for name in _NUMBERS), ("beta", "f64")))
+PARAMS = ParamStruct((*((name, "ptr") for name in _POINTERS), *((name, "i64") for name in _NUMBERS),
+                      *((name, "f64") for name in ("beta", "alpha", "limit"))))
 ENTRIES = ("gemm_cpu", "find_largest", "quantize")  # the first alone where the output is not quantised
 
 FLOATS, FP8 = ("fp32", "bf16", "fp16"), ("e4m3", "e5m2")
-_ACTIVATIONS = {None: "kNone", "relu": "kRelu", "gelu": "kGelu", "gelu_tanh": "kGeluTanh", "silu": "kSilu",
-                "swiglu": "kSilu", "geglu": "kGelu"}
 _GATES = {"gate_first": "kGateFirst", "up_first": "kUpFirst", "interleaved": "kInterleaved"}
 _GROUPINGS = {None: "kNone", "rows": "kRows", "masked": "kMasked", "k": "kK"}
 _RECIPES = {"tensor": "kTensor", "row": "kRow", "block_1x128": "kBlock1x128"}
@@ -141,7 +141,7 @@ def supports(problem: GemmProblem, target: Target) -> Verdict:
                                  f"{', '.join(outputs)}"),
         (p.bias_dtype in (None, *family), f"bias dtype {p.bias_dtype} with {p.a_dtype} inputs is not one of {', '.join(family)}"),
         (p.c_dtype in (None, *family), f"c dtype {p.c_dtype} with {p.a_dtype} inputs is not one of {', '.join(family)}"),
-        (p.activation is None or p.activation in ACTIVATIONS, f"activation {p.activation} is not in gemm_cpu"),
+        (p.activation is None or p.activation in MORE_ACTIVATIONS, f"activation {p.activation} is not in gemm_cpu"),
     )
 
 
@@ -247,7 +247,8 @@ def spec(problem: GemmProblem, target: Target, config: Config) -> KernelSpec:
         element=DTYPES[p.a_dtype].cpp, element_b=_PACKED[p.weight_format] if p.weight_format else DTYPES[p.b_dtype].cpp,
         out=DTYPES[out].cpp, bias_type=DTYPES[bias].cpp, c_type=DTYPES[addend].cpp, scale_type=_scale_type(p),
         tile_rows=t.rows, tile_vecs=t.vecs, tile_width=t.width, depth=t.depth, packed_bytes=t.packed, sum_bytes=t.sum,
-        bias=p.bias, activation=_ACTIVATIONS[p.activation], gate=_GATES[p.gate_up] if p.gated else "kNone",
+        bias=p.bias, activation=ACTIVATION_NAMES[p.activation], gate=_GATES[p.gate_up] if p.gated else "kNone",
+        clamped=p.clamped,
         accumulate=p.accumulate_c, scales=scaled, segment=part or _BLOCK, scaled_a=p.scales is not None,
         scale_columns=_BLOCK if p.scales == "block_128x128" else 1, zero_points=p.zero_points, grouping=_GROUPINGS[grouped],
         code=_CODES[p.out_dtype] if p.out_scale else "", recipe=_RECIPES[p.out_scale] if p.out_scale else "",
@@ -344,6 +345,7 @@ def bind(
         "batch": p.batch, "m": p.m, "n": p.outputs, "k": p.k, "block_m": c.block_m, "block_n": c.block_n, "block_k": c.block_k,
         "tasks_m": tasks_m, "tasks_n": tasks_n, "b_offset": b_offset, "scales_offset": scales_offset, "sums_offset": sums_offset,
         "amax_offset": entries * p.m * p.outputs, "quantize_rows": quantize_rows, "quantize_tasks": quantize_tasks, "beta": t.beta,
+        "alpha": t.alpha, "limit": t.limit,
     })
     pack = PARAMS.pointer_packer.pack
     work = entries * p.m * p.outputs + quantize_tasks if p.out_scale else 0

@@ -124,7 +124,9 @@ def coverage() -> Iterable[tuple[GroupedGemmProblem, Config | None]]:
     yield replace(blocks, scales="row", alignment=1), None
     yield replace(blocks, grouping="k", batched_b=False, scales="block_1x128"), None
     yield replace(base, b_dtype="int4", weight_format="int4", group_size=128, scale_dtype="bf16", zero_points=True), None
-    yield replace(base, grouping="masked", m=64, b_dtype="mxfp4", weight_format="mxfp4", group_size=32, scale_dtype="e8m0"), None
+    four = replace(base, b_dtype="mxfp4", weight_format="mxfp4", group_size=32, scale_dtype="e8m0")
+    yield replace(four, grouping="masked", m=64), None
+    yield replace(four, activation="swiglu_oai", gate_up="interleaved", bias=True, bias_dtype="bf16"), None
 
 
 FAMILY = KernelFamily(

@@ -14,8 +14,9 @@ from typing import Any, Protocol
 import torch
 
 from kernelgen.dtypes import DTYPES
+from kernelgen.kernels.gemm.activations import ACTIVATION_NAMES
 from kernelgen.params import ParamStruct
-from kernelgen.problems.gemm import ACTIVATIONS, GemmProblem
+from kernelgen.problems.gemm import MORE_ACTIVATIONS, GemmProblem
 from kernelgen.targets import Target
 from kernelgen.tensors import GemmTensors, GroupedGemmTensors
 from kernelgen.verdicts import Verdict, first_no
@@ -30,6 +31,7 @@ PARAMS = ParamStruct((
     ("scale_b_batch", "i64"), ("scale_b_block", "i64"), ("scale_b_column", "i64"),
     ("zero_batch", "i64"), ("zero_block", "i64"), ("zero_column", "i64"),
     ("m", "i32"), ("n", "i32"), ("k", "i32"), ("tiles_m", "i32"), ("tiles_n", "i32"), ("groups", "i32"), ("beta", "f32"),
+    ("alpha", "f32"), ("limit", "f32"),
 ))
 PARAMS_TYPE = "kernelgen::GemmMmaParams"
 
@@ -45,8 +47,6 @@ _REGISTERS_PER_SM = 65536
 _OTHER_REGISTERS = 36
 _FP8_BLOCK = 128  # elements of k and columns that share a scale
 
-ACTIVATION_NAMES = {None: "kNone", "relu": "kRelu", "gelu": "kGelu", "gelu_tanh": "kGeluTanh", "silu": "kSilu",
-                    "swiglu": "kSilu", "geglu": "kGelu"}
 GATES = {"gate_first": "kGateFirst", "up_first": "kUpFirst", "interleaved": "kInterleaved"}
 _ELEMENTS = {"int4": "int4_code", "mxfp4": "e2m1"}
 _SCALE_TYPES = {"e8m0": "kernelgen::uint8_t"}
@@ -221,7 +221,7 @@ def supports_operands(problem: GemmProblem, target: Target, kernel: str) -> Verd
          f"out dtype {p.out_dtype} with out_scale={p.out_scale} is not one of {', '.join(FP8 if p.out_scale else OUTPUTS)}"),
         (p.bias_dtype in (None, *OUTPUTS), f"bias dtype {p.bias_dtype} is not one of {', '.join(OUTPUTS)}"),
         (p.c_dtype in (None, *OUTPUTS), f"c dtype {p.c_dtype} is not one of {', '.join(OUTPUTS)}"),
-        (p.activation is None or p.activation in ACTIVATIONS, f"activation {p.activation} is not in {kernel}"),
+        (p.activation is None or p.activation in MORE_ACTIVATIONS, f"activation {p.activation} is not in {kernel}"),
         (p.scales is None or p.a_dtype in FP8, f"scales={p.scales} with a {p.a_dtype}, {kernel} scales fp8 operands only"),
         (p.weight_format is None or (p.group_size or 0) % 32 == 0 and bool(p.group_size),
          f"a group of {p.group_size} elements shares a scale, {kernel} takes multiples of 32"),
@@ -293,7 +293,7 @@ def operand_parameters(problem: GemmProblem, grouping: str = "kNone") -> dict[st
         element_a=p.a_dtype, element_b=_ELEMENTS.get(p.b_dtype, p.b_dtype), product=p.a_dtype if p.a_dtype in HALVES else "fp16",
         out=DTYPES[out_dtype].cuda, bias_type=DTYPES[p.bias_dtype or out_dtype].cuda, c_type=DTYPES[p.c_dtype or out_dtype].cuda,
         scale_type=_SCALE_TYPES.get(scale) or DTYPES[scale].cuda, activation=ACTIVATION_NAMES[p.activation], gate=gate_name(p),
-        grouping=grouping, bias=p.bias, accumulate=p.accumulate_c, vector_out=_vector_out(p),
+        grouping=grouping, clamped=p.clamped, bias=p.bias, accumulate=p.accumulate_c, vector_out=_vector_out(p),
     )
 
 
@@ -339,6 +339,7 @@ def scalars(problem: GemmProblem, config: TileShape, t: GemmTensors | GroupedGem
         "out_batch": _batch_stride(out), "out_row": out.stride(1),
         "scale_a_batch": _batch_stride(t.scale_a), "scale_b_batch": _batch_stride(t.scale_b), "zero_batch": _batch_stride(t.zero_b),
         "m": p.m, "n": p.n, "k": p.k, "tiles_m": tiles_m, "tiles_n": tiles_n, "groups": p.batch, "beta": t.beta,
+        "alpha": t.alpha, "limit": t.limit,
     }
     values |= _strides(t.scale_a, ("scale_a_row", "scale_a_block"), (1, 2))
     values |= _strides(t.scale_b, ("scale_b_block", "scale_b_column"), (1, 2))

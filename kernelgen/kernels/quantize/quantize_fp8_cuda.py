@@ -138,7 +138,7 @@ def parameters(problem: QuantizeProblem, config: Config, limited: bool) -> dict[
 
 def spec(problem: QuantizeProblem, target: Target, config: Config, limited: bool = False) -> KernelSpec:
     """The specialisation. ``limited``: rows end where a tensor on the device says."""
-    p = problem
+    p, limited = problem, limited or problem.limited
     access_x, access_codes = _access(p)
     words = [p.dtype, p.code_dtype, p.recipe, *([p.activation] if p.activation else []), *([p.gate_up] if p.gated else []),
              f"a{access_x}x{access_codes}", *(["limited"] if limited else []), *str(config).split()]
@@ -150,6 +150,8 @@ def spec(problem: QuantizeProblem, target: Target, config: Config, limited: bool
 def bind(problem: QuantizeProblem, config: Config, kernel: Any, tensors: QuantizeTensors) -> Callable[[QuantizeTensors], None]:
     """The closure of a repeated call: packs addresses, launches; per tensor twice, with a workspace of a word per block."""
     quantize = bind_limited(problem, config, kernel, tensors)
+    if problem.limited:
+        return lambda t: quantize(t, t.row_ends.data_ptr())  # type: ignore[union-attr]
     return lambda t: quantize(t, 0)
 
 

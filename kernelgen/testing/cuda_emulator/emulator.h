@@ -273,3 +273,26 @@ inline int atomicMax(int* target, int value) {
   *target = std::max(old, value);
   return old;
 }
+inline int atomicAdd(int* target, int value) {
+  const int old = *target;
+  *target = old + value;
+  return old;
+}
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+  auto& slots = emulator::warp_slots[emulator::warp()].value;
+  slots[emulator::thread() % 32] = value;
+  emulator::warp_wait();
+  unsigned most = 0;
+  for (int i = 0; i < 32; ++i) most = std::max(most, static_cast<unsigned>(slots[i]));
+  emulator::warp_wait();
+  return most;
+}
+inline unsigned __match_any_sync(unsigned, int value) {
+  auto& slots = emulator::warp_slots[emulator::warp()].value;
+  slots[emulator::thread() % 32] = static_cast<unsigned>(value);
+  emulator::warp_wait();
+  unsigned same = 0;
+  for (int i = 0; i < 32; ++i) same |= static_cast<unsigned>(slots[i] == static_cast<unsigned>(value)) << i;
+  emulator::warp_wait();
+  return same;
+}

@@ -10,7 +10,8 @@
 
 namespace kernelgen {
 
-enum class Activation { kNone, kRelu, kGelu, kGeluTanh, kSilu };
+// kRelu2 squares; kSwishPlusOne is a gate's alone: gate * sigmoid(alpha * gate) * (up + 1).
+enum class Activation { kNone, kRelu, kGelu, kGeluTanh, kSilu, kRelu2, kSwishPlusOne };
 
 // At and below this every smooth activation here is 0 in float32: e^-110 is less than half the smallest subnormal.
 constexpr float kActivationFloor = -110.0f;
@@ -54,10 +55,20 @@ __device__ inline float gelu_tanh(float x) {
   return times_sigmoid(x, kScale * (x + 0.044715f * x * x * x));
 }
 
+// x * sigmoid(alpha * x).
+__device__ inline float swish(float x, float alpha) {
+  const float u = alpha * x;
+  return u < kActivationFloor ? 0.0f : times_sigmoid(x, u);
+}
+
 template <Activation kind>
 __device__ inline float activate(float x) {
+  static_assert(kind != Activation::kSwishPlusOne, "needs a gate and an up");
   if constexpr (kind == Activation::kRelu) {
     return relu(x);
+  } else if constexpr (kind == Activation::kRelu2) {
+    x = relu(x);
+    return x * x;
   } else if constexpr (kind == Activation::kGelu) {
     return gelu(x);
   } else if constexpr (kind == Activation::kGeluTanh) {
@@ -66,6 +77,20 @@ __device__ inline float activate(float x) {
     return silu(x);
   } else {
     return x;
+  }
+}
+
+// What gate and up become; clamped first: the gate to at most `limit`, up to within +-limit, where a NaN stays one.
+template <Activation kind, bool Clamped>
+__device__ inline float activate_gate(float gate, float up, float alpha, float limit) {
+  if constexpr (Clamped) {
+    gate = gate > limit ? limit : gate;
+    up = up > limit ? limit : up < -limit ? -limit : up;
+  }
+  if constexpr (kind == Activation::kSwishPlusOne) {
+    return swish(gate, alpha) * (up + 1.0f);
+  } else {
+    return activate<kind>(gate) * up;
   }
 }
 

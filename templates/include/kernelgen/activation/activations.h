@@ -9,7 +9,8 @@
 
 namespace kernelgen {
 
-enum class Activation { kNone, kRelu, kGelu, kGeluTanh, kSilu };
+// kRelu2 squares; kSwishPlusOne is a gate's alone: gate * sigmoid(alpha * gate) * (up + 1).
+enum class Activation { kNone, kRelu, kGelu, kGeluTanh, kSilu, kRelu2, kSwishPlusOne };
 
 // At and below this every smooth activation here is 0: e^x is less than half the smallest subnormal.
 template <class V>
@@ -74,10 +75,21 @@ KERNELGEN_INLINE typename V::Reg gelu(typename V::Reg x) {
   }
 }
 
+// x * sigmoid(alpha * x).
+template <class V>
+KERNELGEN_INLINE typename V::Reg swish(typename V::Reg x, typename V::Reg alpha) {
+  const typename V::Reg u = alpha * x, floor = above_floor<V>(u);
+  return V::select(V::less(u, floor), V::zero(), times_sigmoid<V>(x, u));
+}
+
 template <class V, Activation kind>
 KERNELGEN_INLINE typename V::Reg activate(typename V::Reg x) {
+  static_assert(kind != Activation::kSwishPlusOne, "needs a gate and an up");
   if constexpr (kind == Activation::kRelu) {
     return V::max(V::zero(), x);
+  } else if constexpr (kind == Activation::kRelu2) {
+    x = V::max(V::zero(), x);
+    return x * x;
   } else if constexpr (kind == Activation::kGelu) {
     return gelu<V>(x);
   } else if constexpr (kind == Activation::kGeluTanh) {
@@ -86,6 +98,22 @@ KERNELGEN_INLINE typename V::Reg activate(typename V::Reg x) {
     return silu<V>(x);
   } else {
     return x;
+  }
+}
+
+// What gate and up become; clamped first: the gate to at most `limit`, up to within +-limit, where a NaN stays one.
+template <class V, Activation kind, bool Clamped>
+KERNELGEN_INLINE typename V::Reg activate_gate(typename V::Reg gate, typename V::Reg up, double alpha, double limit) {
+  using Scalar = typename V::Scalar;
+  if constexpr (Clamped) {
+    const typename V::Reg most = V::broadcast(static_cast<Scalar>(limit)), least = V::zero() - most;
+    gate = V::min(most, gate);
+    up = V::max(least, V::min(most, up));
+  }
+  if constexpr (kind == Activation::kSwishPlusOne) {
+    return swish<V>(gate, V::broadcast(static_cast<Scalar>(alpha))) * (up + V::broadcast(1));
+  } else {
+    return activate<V, kind>(gate) * up;
   }
 }
 

@@ -10,7 +10,7 @@ namespace kernelgen {
 
 // `Options` is the rendered file's struct of compile-time constants:
 //   Element (of a), ElementB, Out, Bias, C, Scale (of b); kTileRows, kTileVecs, kGrouping
-//   kBias, kActivation, kGate, kAccumulate, kScales and what scales.h names
+//   kBias, kActivation, kGate, kClamped, kAccumulate, kScales and what scales.h names
 template <class Options>
 struct GemmEpilogue : Options {
   using Sum = Accumulator<typename Options::Element>;
@@ -70,8 +70,8 @@ struct GemmEpilogue : Options {
   // The first `count` (any number) outputs of a register: `value` and, gated, `up`, both from Columns::finish.
   static KERNELGEN_INLINE void store(const GemmCpuParams& p, Reg value, Reg up, int64_t batch, int64_t row, int64_t column,
                                      int64_t count) {
-    value = activate<V, Options::kActivation>(value);
-    if constexpr (kGated) value = value * up;
+    if constexpr (kGated) value = activate_gate<V, Options::kActivation, Options::kClamped>(value, up, p.alpha, p.limit);
+    else value = activate<V, Options::kActivation>(value);
     if constexpr (Options::kAccumulate) {
       // A zero beta means that c is not read, as in BLAS: 0 * NaN would be NaN.
       if (p.beta != 0) {

@@ -36,6 +36,7 @@ struct GemmCpuParams {
   int64_t amax_offset;                           // elements from out: largest values, of an output with one scale
   int64_t quantize_rows, quantize_tasks;         // rows of a task that quantises, and how many there are
   double beta;
+  double alpha, limit;  // of activations that have them
 };
 
 // What a task computes: `rows` rows and `columns` outputs over k .. k_end.

@@ -72,7 +72,7 @@ struct MmaEpilogue : MmaShape<Options> {
           gate = linear(gate, gate_column(p, column + i));
           up = linear(up, up_column(p, column + i));
         }
-        values[i] = activate<Options::kActivation>(gate) * up;
+        values[i] = activate_gate<Options::kActivation, Options::kClamped>(gate, up, p.alpha, p.limit);
       } else {
         if ((Options::kBias || Options::kRowScales) && i < count) sums[i] = linear(sums[i], column + i);
         values[i] = activate<Options::kActivation>(sums[i]);

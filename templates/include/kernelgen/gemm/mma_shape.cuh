@@ -35,6 +35,7 @@ struct GemmMmaParams {
   int32_t tiles_m, tiles_n;  // of one batch entry
   int32_t groups;
   float beta;
+  float alpha, limit;  // of activations that have them
 };
 
 // What a block computes: rows from `row` to at most `row_end`, of which those of one tile, and output columns from `column`.
@@ -48,7 +49,7 @@ struct MmaWork {
 //   ElementA, ElementB, Product (16-bit type of the multiplication), Out, Bias, C, ScaleB; kActivation, kGate, kGrouping;
 //   kBlockM, kBlockN, kBlockK, kWarpsM, kWarpsN, kWarpsK, kStages, kRasterRows;
 //   kRowA, kRowB (row order); kAccess (alignment of a and b in bytes), kVectorOut (c and out take 16-byte accesses);
-//   kBias, kAccumulate; kRowScales (of rows and columns, in the epilogue);
+//   kBias, kClamped (gate and up), kAccumulate; kRowScales (of rows and columns, in the epilogue);
 //   kPromoteEvery: elements of k after which sums move on to a second set, times kBlockScalesA and kBlockScalesB; 0: never
 //   kScaleDepth, kScaleColumns: elements of k and columns that share an entry of scale_b; kZero: int4 with zero points
 template <class Options>

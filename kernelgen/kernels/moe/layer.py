@@ -1,0 +1,321 @@
+"""moe as a composition of generated kernels: sort, copy rows to their experts, two grouped products, weighted sum.
+
+    quantize_x       x to fp8, where the experts are: per token, or per 128 of a token where scales are of blocks
+    sort             slots by expert
+    permute          tokens (and their scales) to rows, multiplied by the slots' weights where these are on the input
+    up               rows by w13, bias and activation in the epilogue
+    quantize_hidden  the activation's result to fp8, where the experts are
+    down             by w2, bias in the epilogue, into the memory that the rows of x had
+    shared_up, shared_down   the shared expert, as products of all tokens
+    unpermute        each token's rows, weighted and added in the order of its slots, the shared expert last
+
+Nothing waits for the device: the products take the groups' sizes from the sort's offsets. Rows behind the last expert's are
+never written or read (on the CPU quantize_hidden reads them, whatever they are).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kernelgen.dtypes import DTYPES
+from kernelgen.kernels.base import Composition
+from kernelgen.moe_tensors import MoeTensors, PermuteTensors, SortTensors, UnpermuteTensors
+from kernelgen.problems.gemm import GemmProblem, GroupedGemmProblem
+from kernelgen.problems.moe import MoePermuteProblem, MoeProblem, MoeSortProblem, MoeUnpermuteProblem, PackedForm
+from kernelgen.problems.quantize import LimitedQuantizeProblem, QuantizeProblem
+from kernelgen.reference.activation import OAI_ALPHA, OAI_LIMIT
+from kernelgen.targets import Target
+from kernelgen.tensors import GemmTensors, GroupedGemmTensors, QuantizeTensors
+from kernelgen.verdicts import Verdict, first_no
+
+_FP8, _HALVES = ("e4m3", "e5m2"), ("bf16", "fp16")
+Prepare = Callable[[str, Any], Callable[[Any], Any]]
+
+
+def supports(problem: MoeProblem, target: Target) -> Verdict:
+    """What the kernels of the steps cannot be asked."""
+    p = problem
+    return first_no(
+        (p.weight_dtype not in _FP8 or p.x_dtype in _HALVES,
+         f"x is {p.x_dtype} beside {p.weight_dtype} experts: the kernels round x to fp8, which is for 16-bit values"),
+    )
+
+
+def _activation(p: MoeProblem) -> str | None:
+    """The products' name of the layer's activation."""
+    if p.activation == "identity":
+        return None
+    return p.activation + "_clamped" if p.limit and p.activation != "swiglu_oai" else p.activation
+
+
+def _recipes(p: MoeProblem) -> tuple[str, str]:
+    """How x and the hidden rows are quantised, by the scales of w13 and w2; "" where they are not."""
+    if p.scales is None:
+        return "", ""
+    first, _, second = p.scales.partition("/")
+    return tuple("block_1x128" if s == "block_128x128" else "row" for s in (first, second or first))  # type: ignore[return-value]
+
+
+def _scales_of(recipe: str, width: int) -> int | None:
+    """Per row."""
+    return {"": None, "row": 1}.get(recipe, -(-width // 128))
+
+
+def _row_alignment(p: MoeProblem, *rows: tuple[int, str]) -> int:
+    """The class of operands among which are workspaces with such (width, dtype) rows."""
+    bits = p.alignment
+    for width, dtype in rows:
+        bits |= width * DTYPES[dtype].bytes
+    return bits & -bits
+
+
+def _weight_words(p: MoeProblem, index: int) -> dict[str, Any]:
+    """The fields of a product that its weight decides."""
+    if p.packed is not None:
+        form: PackedForm = p.packed[index]
+        return dict(b_dtype=form.format, weight_format=form.format, group_size=form.group_size, scale_dtype=form.scale_dtype,
+                    zero_points=form.zero_points)
+    recipe = _recipes(p)[index]
+    return dict(b_dtype=p.weight_dtype, scales={"": None, "row": "row"}.get(recipe, "block_128x128"))
+
+
+def _product(p: MoeProblem, index: int) -> GroupedGemmProblem:
+    """Up (0) or down (1)."""
+    a_dtype = p.weight_dtype if p.weight_dtype in _FP8 else p.x_dtype
+    width, n = (p.hidden, p.wide) if index == 0 else (p.intermediate, p.hidden)
+    outputs = p.intermediate if index == 0 else p.hidden
+    bias = (p.bias13_dtype, p.bias2_dtype)[index]
+    return GroupedGemmProblem(
+        batch=p.experts, m=p.slots, n=n, k=width, a_dtype=a_dtype, out_dtype=p.x_dtype, a_order="row", b_order="col", batched_b=True,
+        bias=bias is not None, bias_dtype=bias, activation=_activation(p) if index == 0 else None, gate_up=p.gate_up,
+        deterministic=p.deterministic, alignment=_row_alignment(p, (width, a_dtype), (outputs, p.x_dtype)), grouping="rows",
+        **_weight_words(p, index))
+
+
+def _shared(p: MoeProblem, index: int) -> GemmProblem:
+    """The shared expert's up (0) or down (1)."""
+    inner = p.shared or 0
+    n, width = (2 * inner if p.gated else inner, p.hidden) if index == 0 else (p.hidden, inner)
+    outputs = inner if index == 0 else p.hidden
+    return GemmProblem(
+        1, p.tokens, n, width, p.x_dtype, p.x_dtype, p.x_dtype, b_order="col", activation=_activation(p) if index == 0 else None,
+        gate_up=p.gate_up, deterministic=p.deterministic, alignment=_row_alignment(p, (width, p.x_dtype), (outputs, p.x_dtype)))
+
+
+def _routed(p: MoeProblem) -> bool:
+    """Whether any expert can be chosen at all."""
+    return p.slots > 0 and p.experts > 0
+
+
+def steps(problem: MoeProblem) -> tuple[tuple[str, Any], ...]:
+    """The steps that the problem has, in order."""
+    p = problem
+    if p.tokens == 0 or p.hidden == 0:
+        return ()
+    made: list[tuple[str, Any]] = []
+    on_input = p.slot_dtype if p.weights_on_input else None
+    recipe_x, recipe_hidden = _recipes(p)
+    row_dtype = p.weight_dtype if recipe_x else p.x_dtype
+    if _routed(p):
+        if recipe_x:
+            made.append(("quantize_x", QuantizeProblem(
+                1, p.tokens, p.hidden, p.x_dtype, p.weight_dtype, recipe_x, alignment=_row_alignment(p, (p.hidden, row_dtype)))))
+        made.append(("sort", MoeSortProblem(p.tokens, p.k, p.experts, p.id_dtype, p.expert_map)))
+        made.append(("permute", MoePermuteProblem(
+            p.tokens, p.k, p.hidden, row_dtype, on_input, _scales_of(recipe_x, p.hidden),
+            _row_alignment(p, (p.hidden, row_dtype)))))
+        made.append(("up", _product(p, 0)))
+        if recipe_hidden:
+            made.append(("quantize_hidden", LimitedQuantizeProblem(
+                1, p.slots, p.intermediate, p.x_dtype, p.weight_dtype, recipe_hidden,
+                alignment=_row_alignment(p, (p.intermediate, p.x_dtype), (p.intermediate, p.weight_dtype)))))
+        made.append(("down", _product(p, 1)))
+    if p.shared is not None:
+        made += [("shared_up", _shared(p, 0)), ("shared_down", _shared(p, 1))]
+    made.append(("unpermute", MoeUnpermuteProblem(
+        p.tokens, p.k if _routed(p) else 0, p.hidden, p.x_dtype, p.out_dtype, None if p.weights_on_input else p.slot_dtype,
+        p.x_dtype if p.shared is not None else None, _row_alignment(p, (p.hidden, p.x_dtype)))))
+    return tuple(made)
+
+
+def _scale_view(scale: torch.Tensor | None, experts: int, n: int) -> torch.Tensor | None:
+    """As GroupedGemmTensors has it: (E, 1, N), or blocks (E, K / 128, N / 128); shared entries have stride 0."""
+    if scale is None:
+        return None
+    if scale.numel() == 1 and scale.dim() <= 1:
+        return scale.reshape(1, 1, 1).expand(experts, 1, n)
+    if scale.dim() == 1:
+        return scale.view(-1, 1, 1).expand(experts, 1, n)
+    return scale.unsqueeze(1) if scale.dim() == 2 else scale.mT
+
+
+class _Weight:
+    """w13 or w2 as the products take them: (b, scale_b, zero_b), of the sample as views, of later calls for their addresses."""
+
+    def __init__(self, p: MoeProblem, index: int) -> None:
+        self.packed, self.experts, self.n = p.packed is not None, p.experts, p.wide if index == 0 else p.hidden
+
+    def sample(self, w: Any, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        if self.packed:
+            return w.codes, w.scale.mT, None if w.zero is None else w.zero.mT
+        return w.mT, _scale_view(scale, self.experts, self.n), None
+
+    def again(self, w: Any, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        return (w.codes, w.scale, w.zero) if self.packed else (w, scale, None)
+
+
+class _Address:
+    """A part of a workspace, as a repeated call needs it: views would cost it as much time as the launches."""
+
+    __slots__ = ("address",)
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class _Workspace:
+    """What a call allocates: one piece of int32 for the sort, rows of x, hidden rows, their fp8 forms. Rows are (1, rows, width), as
+    the products take them; a repeated call only asks for addresses.
+    """
+
+    def __init__(self, p: MoeProblem, device: torch.device) -> None:
+        self.p, self.device = p, device
+        self.recipe_x, self.recipe_hidden = _recipes(p)
+        self.dtype = DTYPES[p.x_dtype].torch
+        self.code = DTYPES[p.weight_dtype].torch if self.recipe_x else None
+
+    def sort(self, run: bool) -> tuple[torch.Tensor, Any, Any, Any]:
+        """(memory, which must live as long as the rest; offsets, token_of_row, row_of_slot)."""
+        p = self.p
+        whole = torch.empty(p.experts + 2 * p.slots, dtype=torch.int32, device=self.device)
+        if not run:
+            offsets, rows, slots = whole.split((p.experts, p.slots, p.slots))
+            return whole, offsets, rows, slots.view(p.tokens, p.k)
+        first = whole.data_ptr()
+        behind = first + 4 * p.experts
+        return whole, _Address(first), _Address(behind), _Address(behind + 4 * p.slots)
+
+    def rows(self, width: int) -> torch.Tensor:
+        return torch.empty((1, self.p.slots, width), dtype=self.dtype, device=self.device)
+
+    def quantized(self, rows: int, width: int, recipe: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes (1, rows, width) and their scales (1, rows, scales)."""
+        scales = _scales_of(recipe, width)
+        assert scales is not None and self.code is not None
+        return (torch.empty((1, rows, width), dtype=self.code, device=self.device),
+                torch.empty((1, rows, scales), dtype=torch.float32, device=self.device))
+
+
+def bind(problem: MoeProblem, prepare: Prepare, tensors: MoeTensors) -> Callable[[MoeTensors], None]:
+    """The closure of a repeated call: allocates workspaces, runs the steps; it never waits for the device."""
+    p, names = problem, [name for name, _ in steps(problem)]
+    if not names:
+        return lambda t: None
+    routed = _bind_routed(p, prepare, tensors) if _routed(p) else None
+    shared = _bind_shared(p, prepare, tensors) if p.shared is not None else None
+    device, dtype = tensors.x.device, DTYPES[p.x_dtype].torch
+    no_slots = torch.empty((p.tokens, 0), dtype=torch.int32, device=device)
+    no_rows = torch.empty((1, 0, p.hidden), dtype=dtype, device=device)
+
+    def until_last(t: MoeTensors, run: bool) -> tuple[UnpermuteTensors, Any]:
+        """Everything but the last step, whose tensors it gives, and what must live until then."""
+        rows, slots, memory = (no_rows, no_slots, None) if routed is None else routed(t, run)
+        addend = None if shared is None else shared(t, run)
+        return UnpermuteTensors(rows if run else rows[0], slots, t.out, None if p.weights_on_input else t.weights, addend), memory
+
+    combine = prepare("unpermute", until_last(tensors, run=False)[0])
+
+    def run(t: MoeTensors) -> None:
+        last, memory = until_last(t, run=True)
+        combine(last)
+        del memory  # the kernels that use it are on their way, and its next user stands behind them in the stream
+
+    return run
+
+
+def _bind_shared(p: MoeProblem, prepare: Prepare, sample: MoeTensors) -> Callable[[MoeTensors, bool], torch.Tensor]:
+    """(tensors, run) -> the shared expert's result (T, H)."""
+    alpha, limit = _numbers(p, sample)
+    inner, device, dtype = p.shared or 0, sample.x.device, DTYPES[p.x_dtype].torch
+    assert sample.shared is not None
+
+    def new() -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, out = (torch.empty((1, p.tokens, n), dtype=dtype, device=device) for n in (inner, p.hidden))
+        return hidden, out
+
+    hidden, out = new()
+    first, second = (w.mT.unsqueeze(0) for w in sample.shared)
+    up = prepare("shared_up", GemmTensors(sample.x.unsqueeze(0), first, hidden, alpha=alpha, limit=limit))
+    down = prepare("shared_down", GemmTensors(hidden, second, out))
+
+    def both(t: MoeTensors, run: bool) -> torch.Tensor:
+        hidden, out = new()
+        if run:
+            assert t.shared is not None
+            up(GemmTensors(t.x, t.shared[0], hidden))
+            down(GemmTensors(hidden, t.shared[1], out))
+        return out[0]
+
+    return both
+
+
+def _numbers(p: MoeProblem, t: MoeTensors) -> tuple[float, float]:
+    """alpha and limit, 0 where the activation has none."""
+    limit = t.limit if t.limit is not None else OAI_LIMIT if p.limit else 0.0
+    return (OAI_ALPHA if t.alpha is None else t.alpha) if p.activation == "swiglu_oai" else 0.0, limit
+
+
+def _bind_routed(
+    p: MoeProblem, prepare: Prepare, sample: MoeTensors,
+) -> Callable[[MoeTensors, bool], tuple[torch.Tensor, Any, torch.Tensor]]:
+    """(tensors, run) -> (rows (1, T * k, H) of the experts, row_of_slot, the memory that it lies in)."""
+    work = _Workspace(p, sample.x.device)
+    alpha, limit = _numbers(p, sample)
+    first, second = _Weight(p, 0), _Weight(p, 1)
+    bound: dict[str, Callable[[Any], Any]] = {}
+
+    def call(name: str, tensors: Any, run: bool) -> None:
+        """Bind a step by its first tensors, or run it."""
+        if run:
+            bound[name](tensors)
+        else:
+            bound[name] = prepare(name, tensors)
+
+    def experts(t: MoeTensors, run: bool) -> tuple[torch.Tensor, Any, torch.Tensor]:
+        w13, scale13, zero13 = (first.again if run else first.sample)(t.w13, t.scale13)
+        w2, scale2, zero2 = (second.again if run else second.sample)(t.w2, t.scale2)
+        memory, offsets, token_of_row, row_of_slot = work.sort(run)
+        x, scale_x, rows_scale = t.x, None, None
+        if work.recipe_x:
+            codes, scale = work.quantized(p.tokens, p.hidden, work.recipe_x)
+            call("quantize_x", QuantizeTensors(t.x if run else t.x.unsqueeze(0), codes, scale), run)
+            x, scale_x = (codes, scale) if run else (codes[0], scale[0])
+            rows, rows_scale = work.quantized(p.slots, p.hidden, work.recipe_x)
+        else:
+            rows = work.rows(p.hidden)
+        call("sort", SortTensors(t.ids, offsets, token_of_row, row_of_slot, t.table, t.first), run)
+        call("permute", PermuteTensors(x, row_of_slot, rows if run else rows[0], t.weights if p.weights_on_input else None, scale_x,
+                                       rows_scale if run or rows_scale is None else rows_scale[0]), run)
+        hidden = work.rows(p.intermediate)
+        call("up", GroupedGemmTensors(rows, w13, hidden, offsets, t.bias13, None, 1.0, rows_scale, scale13, zero13, alpha=alpha,
+                                      limit=limit), run)
+        scale_hidden = None
+        if work.recipe_hidden:
+            codes, scale_hidden = work.quantized(p.slots, p.intermediate, work.recipe_hidden)
+            used: Any = _Address(memory.data_ptr() + 4 * (p.experts - 1))  # where the last expert's rows end
+            call("quantize_hidden", QuantizeTensors(hidden, codes, scale_hidden, used), run)
+            hidden = codes
+        made = work.rows(p.hidden) if work.recipe_x else rows  # the rows of x are no longer needed
+        call("down", GroupedGemmTensors(hidden, w2, made, offsets, t.bias2, None, 1.0, scale_hidden, scale2, zero2), run)
+        return made, row_of_slot, memory
+
+    return experts
+
+
+COMPOSITION = Composition(name="moe/layer", op="moe", supports=supports, steps=steps, bind=bind)
