@@ -39,6 +39,9 @@ def legal(problem: GroupedGemmProblem, target: Target, config: Config) -> Verdic
     c = config
     return dense_sm90.legal(problem, target, config) and first_no(
         (c.blocks == 1, f"config {c}: neighbouring tiles of groups share nothing to multicast"),
+        # Two tiles' addresses and groups beside the sums: 92 - 336 bytes spilled with an epilogue.
+        (not c.pingpong or c.mma_m * c.block_n <= 256 or not (problem.activation or problem.bias or problem.accumulate_c),
+         f"config {c}: an epilogue leaves too few registers for {c.mma_m * c.block_n // 2} sums"),
         (problem.grouping != "k" or not c.pingpong, f"config {c}: consumers that take turns need the same depth"),
     )
 

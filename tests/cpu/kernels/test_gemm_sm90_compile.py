@@ -59,6 +59,19 @@ def test_products_overlap() -> None:
         assert "Used" in log and "serialized" not in log, (spec.name, log)
 
 
+@pytest.mark.parametrize("family, base", ((dense_sm90, BASE), (grouped_sm90, GroupedGemmProblem(
+    64, 4096, 4096, 7168, "bf16", "bf16", "bf16", b_order="col", batched_b=True))), ids=("dense", "grouped"))
+def test_epilogues_do_not_spill(family: Any, base: GemmProblem) -> None:
+    """The largest tiles, with what takes most registers beside them."""
+    configs = sorted((m.config for m in dense_sm90.MEASURED["plain"]), key=lambda c: -c.mma_m * c.block_n)[:4]
+    problems = (base, replace(base, activation="swiglu", gate_up="interleaved"),
+                replace(base, activation="silu", bias=True, bias_dtype="bf16"))
+    specs = [family.spec(p, H200, c) for p in problems for c in configs if family.legal(p, H200, c)]
+    assert len(specs) >= 8
+    for name, report in compiled(specs).items():
+        assert report["spill_stores"] == 0, name
+
+
 def test_every_problem_has_a_config() -> None:
     for orders in (("row", "row"), ("row", "col"), ("col", "row"), ("col", "col")):
         for activation, gate_up in ((None, "gate_first"), ("swiglu", "gate_first"), ("geglu", "interleaved")):
