@@ -13,9 +13,17 @@ import torch
 
 import kernelgen
 from kernelgen import PageTable, reference
+from kernelgen.reference.paged import split_cache
 from kernelgen.reference.plain import attention_plain, attention_varlen_plain, mla_attention_plain, paged_attention_plain
 from kernelgen.testing.data import PagedCase, make_paged_cache, poisoned_empty
-from kernelgen.testing.tolerance import assert_attention_close, assert_bits_equal, assert_lse_close
+from kernelgen.testing.tolerance import (
+    assert_attention_close,
+    assert_bits_equal,
+    assert_lse_close,
+    judge_orders,
+    other_order,
+    reordered,
+)
 
 # Every case; for each a generated kernel must be among the backends.
 CASES = {
@@ -170,8 +178,12 @@ def check(case: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *cu: tor
     plainly: Any
     oracle, plainly = ((reference.attention_varlen, attention_varlen_plain) if cu else (reference.attention, attention_plain))
     exact = oracle(q, k, v, *cu, **features, return_lse=True)
-    plain = plainly(q, k, v, *cu, **features, return_lse=True)
-    return check_results(results, exact, plain, what=f"{case} {_text(features)}", seed=seed)
+
+    def plain(q: torch.Tensor, k: torch.Tensor) -> Any:
+        return plainly(q, k, v, *cu, **features, return_lse=True)
+
+    return judge_orders(lambda p: check_results(results, exact, p, what=f"{case} {_text(features)}", seed=seed), exact, plain(q, k),
+                        lambda i: plain(*_reordered(i, q, k)))
 
 
 def check_paged(case: str, table: PageTable, q: torch.Tensor, kv_cache: Any, planned: dict[str, Any] | None = None, *,
@@ -179,9 +191,25 @@ def check_paged(case: str, table: PageTable, q: torch.Tensor, kv_cache: Any, pla
     """:func:`run_paged` and the comparison with the oracle."""
     results = run_paged(case, table, q, kv_cache, planned, **given)
     flags = {n: x for n, x in (planned or {}).items() if n not in ("alibi", "sinks", "mask", "batch_invariant", "deterministic")}
-    exact = reference.paged_attention(q, kv_cache, table, **flags, **given, return_lse=True)
-    plain = paged_attention_plain(q, kv_cache, table, **flags, **given, return_lse=True)
-    return check_results(results, exact, plain, what=f"{case} paged {_text(planned or {})}", seed=seed)
+    exact: Any = reference.paged_attention(q, kv_cache, table, **flags, **given, return_lse=True)
+
+    features = flags | given
+    k, v = split_cache(kv_cache, features.pop("kv_layout", "NHD"))
+
+    def plain(q: torch.Tensor, k: torch.Tensor) -> Any:
+        return paged_attention_plain(q, (k, v), table, **features, return_lse=True)
+
+    def again(i: int) -> Any:
+        return plain(*(_reordered(i, q, k) if "rotation" not in given else (q, k)))  # a rotation pairs the elements of a head
+
+    return judge_orders(lambda p: check_results(results, exact, p, what=f"{case} paged {_text(planned or {})}", seed=seed), exact,
+                        plain(q, k), again)
+
+
+def _reordered(index: int, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same scores, whose sums run over the head dim in another order."""
+    order = other_order(q.shape[-1], index, q.device)
+    return reordered(q, order), reordered(k, order)
 
 
 def check_mla(case: str, table: PageTable, q: torch.Tensor, cache: torch.Tensor, latent: int, **planned: Any) -> Results:

@@ -253,8 +253,10 @@ def test_b17_sixty_five_thousand_heads(device: str) -> None:
     results = run("B17", q, k, v, skip=("reference", "torch"))
     exact, plain = (torch.einsum("hqk,khd->qhd", weights_of(torch.einsum("qhd,khd->hqk", q[0].to(t), k[0].to(t)) / 4, v.dtype),
                                  v[0].to(t))[None] for t in (torch.float64, torch.float32))
-    for name, got in results.items():  # heads as the rows of a tile: ten queries would be few for a limit
-        assert_close_to_reference(got.out, exact, plain.to(q.dtype), what=f"heads by {name}")
+    # Heads, which are alike, as the rows of a tile, and 1,024 of them: the plain evaluation of 64 is sometimes lucky among so many
+    # (with AVX2 seven rows were at up to 1.4 x such a limit).
+    for name, got in results.items():
+        assert_close_to_reference(got.out, exact, plain.to(q.dtype), what=f"heads by {name}", tile_rows=1024)
 
 
 def test_b17_four_million_queries(device: str) -> None:

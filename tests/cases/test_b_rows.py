@@ -384,8 +384,12 @@ def test_b41_nan_query_of_a_row_without_keys(device: str) -> None:
         assert got.lse is None or bool((got.lse[0, :, :2] == -INF).all()), name
 
 
-@pytest.mark.xfail(strict=True, reason="scaled_dot_product_attention on a CPU gives 0 for a NaN query and 0 * NaN for a masked key")
-@pytest.mark.parametrize("place", ["q", "v"])
+WIDE = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+
+
+@pytest.mark.parametrize("place", [
+    pytest.param("q", marks=pytest.mark.xfail(WIDE, strict=True, reason="torch with AVX-512 gives 0 for a NaN query")),
+    pytest.param("v", marks=pytest.mark.xfail(strict=True, reason="torch gives 0 * NaN for a masked key"))])
 def test_b41_torch_keeps_the_rule_too(place: str) -> None:
     """The torch backend is held to the same rule: a NaN query row gives NaN, a NaN value does not reach rows before it."""
     q, k, v = inputs(6, 9, 4, 2, 64, "cpu", seed=seed_of("B41"))

@@ -347,7 +347,9 @@ def test_continuing_a_cache_with_several_tokens_and_beams() -> None:
     expected = logits(model, "eager", IDS)
     cache = transformers.DynamicCache(config=model.config)
     parts = [logits(model, "kernelgen", part, cache=cache) for part in IDS.split([4, 1, 4], 1)]
-    torch.testing.assert_close(torch.cat(parts, 1), expected)
+    exact = logits(make_model("mistral").double(), "eager", IDS)
+    error, eager_error = ((x.double() - exact).abs().max() for x in (torch.cat(parts, 1), expected))
+    assert error <= 2 * eager_error
     assert torch.equal(generate(model, "kernelgen", IDS, LEFT_PADDED, num_beams=3), generate(model, "eager", IDS, LEFT_PADDED, num_beams=3))
 
 
