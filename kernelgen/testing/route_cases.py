@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -145,12 +146,33 @@ def check_result(case: Case, logits: torch.Tensor, bias: torch.Tensor | None, we
         key = torch.sigmoid(x) + bias.double()
         got, want = key.gather(1, ids.long()), key.gather(1, expected.long())
         hopeless = (x == -INF).all(1, keepdim=True)
-        apart = ((got - want).abs() > 1e-6) | ((ids != expected) & hopeless)
-        assert not bool(apart.any()), f"{what}: {apart.nonzero()[:3].tolist()}"
+        apart = ((got - want).abs() > _SAME) | ((ids != expected) & hopeless)
+        for row in apart.any(1).nonzero().flatten().tolist():
+            assert not bool(hopeless[row]) and _other_groups(case, key[row], got[row]), f"{what}: row {row}: {ids[row].tolist()}"
         if case.levels:  # equal keys are equal in every precision, others far apart
             assert torch.equal(ids, expected), what
     exact, plain = (weights_of(case, logits, ids, dtype) for dtype in (torch.float64, torch.float32))
     assert_close_to_reference(weights, exact, plain, what=what, seed=case.seed)
+
+
+_SAME = 1e-6  # sigmoids plus bias that float32 does not tell apart
+
+
+def _other_groups(case: Case, key: torch.Tensor, got: torch.Tensor) -> bool:
+    """Are the chosen keys those of a selection of groups that is as good as the oracle's, as far as float32 can tell?"""
+    if case.groups is None:
+        return False
+    count, kept = case.groups
+    grouped = key.view(count, -1)
+    scores = grouped.topk(min(2, grouped.shape[1]), 1).values.sum(1)
+    edge = scores.topk(kept).values[-1]
+    sure = (scores > edge + 2 * _SAME).nonzero().flatten().tolist()
+    near = ((scores - edge).abs() <= 2 * _SAME).nonzero().flatten().tolist()
+    for more in itertools.combinations(near, kept - len(sure)):
+        best = grouped[[*sure, *more]].flatten().topk(case.k).values
+        if bool(((best - got).abs() <= _SAME).all()):
+            return True
+    return False
 
 
 def weights_of(case: Case, logits: torch.Tensor, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

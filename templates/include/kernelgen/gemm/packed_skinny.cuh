@@ -14,7 +14,8 @@
 //
 // What limits it is how many instructions a code takes. So int4 codes beside a bf16 a are multiplied as 128 + code, which takes no
 // arithmetic; 128 and the zero point, times the sum of a's elements, are subtracted from a group's sum. That sum is one more product, by
-// ones. (A bf16 holds 128 + code exactly; the float32 sums are some 30 times as large as without, and lose 5 of their 24 bits.)
+// ones. (A bf16 holds 128 + code exactly; the float32 sums are some 30 times as large as without, and lose 5 of their 24 bits, which
+// a 16-bit output does not show.)
 #pragma once
 
 #include <kernelgen/activation/activations.cuh>
@@ -67,7 +68,7 @@ struct PackedSkinny : Options {
 
   __device__ static int chunk_at(int chunk) { return (chunk ^ (chunk / 4 & 3)) * 16; }
 
-  static constexpr bool kRaised = is_same_v<Code, int4_code> && is_same_v<T, bf16>;  // multiplied as 128 + code
+  static constexpr bool kRaised = is_same_v<Code, int4_code> && is_same_v<T, bf16> && sizeof(Out) == 2;  // multiplied as 128 + code
 
   // What a lane needs of b for one step. Zero points: as floats, plus 128, or negated pairs.
   struct Piece {
