@@ -35,8 +35,9 @@ class Rule:
 
 
 # Rows of a up to which skinny_sm90 is the better Hopper product whatever the estimate of the other says, which knows tiles and not how
-# much of b is on its way (H200, 2026-11-30: at 8 rows its choices took 1.3 - 1.7 x the time).
-FEW_ROWS = 64
+# much of b is on its way (H200, 2026-11-30: at 8 rows its choices took 1.3 - 1.7 x the time). And columns of b from which it is worse for
+# more than 128 rows (192 - 512 rows: best for 576 and 2112 columns, never for 4096).
+FEW_ROWS, FEW_COLUMNS = 64, 4096
 
 
 def _nothing_masked(p: Any) -> bool:
@@ -94,6 +95,8 @@ def _skinny(p: Any, target: Target) -> bool:
     """Few rows, where b's bytes are what counts, and else by the estimates of both Hopper products (imported when one is called)."""
     from kernelgen.kernels.gemm import dense_sm90, skinny_sm90
 
+    if p.m > 128 and p.n >= FEW_COLUMNS:
+        return False
     return p.m <= FEW_ROWS or skinny_sm90.estimate(p, target) <= dense_sm90.estimate(p, target)
 
 
