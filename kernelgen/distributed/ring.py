@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -57,7 +59,16 @@ class Block(NamedTuple):
     right: int | None = None  # a window to the right of the bottom-right diagonal
 
 
-def pieces_of(lengths: list[int], layout: str) -> list[list[Piece]]:
+class Schedule(NamedTuple):
+    """Everything that the lengths decide."""
+
+    of_q: list[list[Piece]]  # each rank's
+    of_k: list[list[Piece]]
+    seen: dict[tuple[int, int], list[list[Block]]]  # (rank, rank whose keys they are): for each piece of queries
+    travels: frozenset[tuple[int, int]]  # (step, rank): it sends on what it holds, as a rank further on wants it
+
+
+def pieces_of(lengths: Sequence[int], layout: str) -> list[list[Piece]]:
     """Each rank's pieces. Zigzag: ranks hold a first piece in their order, and a second one in the opposite order."""
     halves = [(n, 0) if layout == "contiguous" else (n - n // 2, n // 2) for n in lengths]
     found: list[list[Piece]] = []
@@ -91,6 +102,23 @@ def visible(q: Piece, keys: list[Piece], causal: bool, offset: int) -> list[Bloc
         right = first - (seen - q.length)  # 0 where the last key seen is the last query's own
         blocks.append(Block(k.row, seen, True) if right == 0 else Block(k.row, seen, False, right))
     return blocks
+
+
+@lru_cache(maxsize=256)
+def schedule(lengths_q: tuple[int, ...], lengths_k: tuple[int, ...], layout: str, causal: bool) -> Schedule:
+    """Who sees what, and what has to travel: the same on every rank. Remembered, as it grows with the square of the ranks."""
+    size, offset = len(lengths_q), sum(lengths_k) - sum(lengths_q)
+    shape = layout if causal else "contiguous"  # where everything is seen, positions do not matter
+    of_q, of_k = pieces_of(lengths_q, shape), pieces_of(lengths_k, shape)
+    seen = {(r, s): [visible(p, of_k[s], causal, offset) for p in of_q[r]] for r in range(size) for s in range(size)}
+    travels = set()
+    for sender in range(size):
+        wanted = False
+        for step in reversed(range(size - 1)):  # keys of rank s come to s + 1 in step 0, and to s + n in step n - 1
+            wanted = wanted or any(seen[(sender + step + 1) % size, sender])
+            if wanted:
+                travels.add((step, (sender + step) % size))
+    return Schedule(of_q, of_k, seen, frozenset(travels))
 
 
 class _Parts:
@@ -181,26 +209,16 @@ def ring_attention(
     _, received = swap_headers(ranks, transport, torch.tensor([own] * ranks.size, dtype=torch.int64, device=q.device))
     check_peers(ranks, own, received, _FIELDS)
     lengths_q, lengths_k = ([header[i] for header in received] for i in (-2, -1))
-    shape = layout if causal else "contiguous"  # where everything is seen, positions do not matter
-    out, lse = _run(
-        ranks, q, k, v, causal, (pieces_of(lengths_q, shape), pieces_of(lengths_k, shape)), sum(lengths_k) - sum(lengths_q),
-        dict(scale=scale, soft_cap=soft_cap, deterministic=deterministic, backend=backend))
+    out, lse = _run(ranks, q, k, v, schedule(tuple(lengths_q), tuple(lengths_k), layout, bool(causal)),
+                    dict(scale=scale, soft_cap=soft_cap, deterministic=deterministic, backend=backend))
     return (out, lse) if return_lse else out
 
 
 def _run(
-    ranks: Ranks, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, pieces: tuple[list[list[Piece]], list[list[Piece]]],
-    offset: int, options: dict[str, Any],
+    ranks: Ranks, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Schedule, options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    of_q, of_k = pieces
+    of_q, of_k, seen, travels = plan
     size, rank = ranks.size, ranks.rank
-    seen = {(r, s): [visible(p, of_k[s], causal, offset) for p in of_q[r]] for r in range(size) for s in range(size)}
-
-    def travels(step: int, sender: int) -> bool:
-        """Whether the keys that ``sender`` holds in this step are wanted by a rank further on the ring."""
-        shard = (sender - step) % size
-        return any(any(seen[(sender + n) % size, shard]) for n in range(1, size - step))
-
     parts = [_Parts(q[:, p.row : p.row + p.length], v.shape[3], sum(len(seen[rank, s][i]) for s in range(size)))
              for i, p in enumerate(of_q[rank])]
     held: torch.Tensor | None = torch.cat([t.contiguous().view(-1) for t in (k, v)]) if size > 1 else None
@@ -210,10 +228,10 @@ def _run(
         moves: list[Any] = []
         room: torch.Tensor | None = None
         if step + 1 < size:
-            if travels(step, rank):
+            if (step, rank) in travels:
                 assert held is not None
                 moves.append((dist.isend, held.view(torch.uint8), (rank + 1) % size))
-            if travels(step, (rank - 1) % size):
+            if (step, (rank - 1) % size) in travels:
                 room = q.new_empty(sum(p.length for p in of_k[coming]) * q.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3]))
                 moves.append((dist.irecv, room.view(torch.uint8), (rank - 1) % size))
         works = start_moves(ranks, moves)

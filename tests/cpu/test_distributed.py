@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import kernelgen
-from kernelgen.distributed.ring import Block, Piece, pieces_of, visible
+from kernelgen.distributed.ring import Block, Piece, pieces_of, schedule, visible
 from kernelgen.errors import SettingsError
 from kernelgen.testing.distributed_cases import CASES
 from kernelgen.testing.ranks import run_ranks
@@ -65,3 +65,17 @@ def test_blocks_of_the_ring_cover_the_mask(layout: str) -> None:
                             times[q.start + i, position[b.row + j]] += 1
         assert torch.equal(times, torch.ones(total_q, total_k).tril(total_k - total_q).long()), (q_lens, k_lens)
     assert visible(Piece(0, 10, 4), [Piece(0, 2, 3), Piece(3, 5, 5)], True, 0) == [Block(0, 8)]
+
+
+@pytest.mark.parametrize("layout", ("contiguous", "zigzag"))
+def test_keys_travel_as_far_as_they_are_seen(layout: str) -> None:
+    """Along the ring every rank has the keys it needs when it needs them, and the last rank to have them needs them."""
+    for lengths in ((4, 4, 4, 4), (4, 0, 6, 1, 3), (0, 0, 5), (7,)):
+        for causal in (False, True):
+            plan, size = schedule(lengths, lengths, layout, causal), len(lengths)
+            for owner in range(size):
+                steps = sorted(step for step, sender in plan.travels if (sender - step) % size == owner)
+                assert steps == list(range(len(steps))), "no gap on the way"
+                needing = [n for n in range(1, size) if any(plan.seen[(owner + n) % size, owner])]
+                assert len(steps) == max(needing, default=0)
+    assert len(schedule((4,) * 4, (4,) * 4, "contiguous", True).travels) == 6  # of 12: nothing goes around the end
