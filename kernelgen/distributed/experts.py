@@ -11,7 +11,7 @@ import torch
 from kernelgen.distributed.exchange import Ranks, check_peers, ranks_of, refuse, start_rows, swap_headers
 from kernelgen.dtypes import DTYPES, dtype_name
 from kernelgen.errors import DeviceError, DtypeError, LayoutError, NoBackendError, SettingsError, ShapeError
-from kernelgen.guard import check_plain, needs_torch, outside_graphs, whole
+from kernelgen.guard import check_backend, check_plain, needs_torch, outside_graphs, watched, whole
 from kernelgen.ops.checks import number
 from kernelgen.ops.memo import layout_of, new_memo, remember
 from kernelgen.ops.moe import Scale, Shared, Weight, check_ids, describe_moe
@@ -212,7 +212,10 @@ def _bounds(ranks: Ranks, held: int, num_experts: Any, given: Sequence[int] | No
     if given is None:
         bounds = _even_bounds(held * ranks.size if num_experts is None else num_experts, ranks.size)
     else:
-        numbers = [whole(n) for n in given]
+        try:
+            numbers = [whole(n) for n in given]
+        except TypeError:  # no sequence
+            numbers = []
         if len(numbers) != ranks.size + 1 or numbers[0] != 0 or any(n is None for n in numbers):
             raise ShapeError(f"expert_bounds: got {given!r}, expected {ranks.size + 1} whole numbers from 0 to the number of experts")
         bounds = tuple(n for n in numbers if n is not None)
@@ -233,18 +236,18 @@ def _plan_of(
 ) -> _Plan:
     """Everything that can be checked before anything is sent; remembered by the layout of the tensors."""
     o = layer.options
-    parts = (x, weights, ids, out, o["bias13"], o["bias2"], *(shared if isinstance(shared, tuple) else ()))
-    key: Any = (
-        ranks.rank, ranks.size, tuple(ranks.backends.items()), *map(layout_of, parts), shared is None,
-        *(w.layout if isinstance(w, PackedWeight) else layout_of(w) for w in (layer.w13, layer.w2)),
-        *(layout_of(s) if isinstance(s, torch.Tensor) else s for s in (o["scale13"], o["scale2"])),
-        *((name, type(o[name]), o[name]) for name in ("activation", "alpha", "limit", "gate_up", "weights_on_input", "deterministic",
-                                                       "backend")),
-        num_experts, None if expert_bounds is None else tuple(expert_bounds), combine, transport, torch.is_grad_enabled(),
-    )
     try:
-        plan = _plans.get(key)
-    except TypeError:  # an option that has no hash is no legal one: the checks name it
+        parts = (x, weights, ids, out, o["bias13"], o["bias2"], *(shared or ()))
+        key: Any = (
+            ranks.rank, ranks.size, tuple(ranks.backends.items()), *map(layout_of, parts), type(shared),
+            *(w.layout if isinstance(w, PackedWeight) else layout_of(w) for w in (layer.w13, layer.w2)),
+            *(layout_of(s) if isinstance(s, torch.Tensor) else s for s in (o["scale13"], o["scale2"])),
+            *((type(o[name]), o[name]) for name in ("activation", "alpha", "limit", "gate_up", "weights_on_input", "deterministic",
+                                                     "backend")),
+            num_experts, None if expert_bounds is None else tuple(expert_bounds), combine, transport, torch.is_grad_enabled(),
+        )
+        plan = None if watched() else _plans.get(key)
+    except TypeError:  # something unhashable, or no sequence, is nothing legal: the checks name it
         plan = key = None
     if plan is None:
         plan = _new_plan(ranks, x, layer, weights, ids, shared, out, num_experts, expert_bounds, combine, transport)
@@ -258,7 +261,7 @@ def _new_plan(
     out: torch.Tensor | None, num_experts: int | None, expert_bounds: Sequence[int] | None, combine: str, transport: str,
 ) -> _Plan:
     o = dict(layer.options)
-    del o["backend"]
+    check_backend(o.pop("backend"))
     describe_moe(x, layer.w13, layer.w2, weights, ids, shared=shared, expert_map=None, out=out, **o)
     check_plain("distributed.moe", x=x, weights=weights, ids=ids)
     given = (x, layer.w13, layer.w2, weights, o["bias13"], o["bias2"], o["scale13"], o["scale2"], *(shared or ()))

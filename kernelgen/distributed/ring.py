@@ -14,7 +14,7 @@ import torch.distributed as dist
 from kernelgen.distributed.exchange import Ranks, check_peers, ranks_of, refuse, start_moves, swap_headers
 from kernelgen.dtypes import DTYPES, dtype_name
 from kernelgen.errors import DeviceError, DtypeError, LayoutError, NoBackendError, SettingsError, ShapeError
-from kernelgen.guard import check_flags, check_plain, check_required, needs_torch, outside_graphs
+from kernelgen.guard import check_backend, check_flags, check_plain, check_required, needs_torch, outside_graphs
 from kernelgen.ops.attention import attention, check_sizes, check_soft_cap
 from kernelgen.ops.checks import check_last_contiguous, check_rank, check_same_dtype, check_tensors, number
 from kernelgen.ops.merge import merge_states
@@ -199,6 +199,7 @@ def ring_attention(
     try:
         scale, soft_cap = (None if n is None else number(name, n) for name, n in (("scale", scale), ("soft_cap", soft_cap)))
         _check(q, k, v, causal, soft_cap, layout, return_lse, deterministic)
+        check_backend(backend)
         transport = ranks.transport(q.device, "auto")
     except (ShapeError, DtypeError, DeviceError, LayoutError, SettingsError, NoBackendError):
         refuse(ranks, _CALL, q.device if isinstance(q, torch.Tensor) else None)

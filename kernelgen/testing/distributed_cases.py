@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import kernelgen
 from kernelgen import reference as ref
 from kernelgen import settings
 from kernelgen.distributed import exchange, experts, ring
-from kernelgen.errors import DeviceError, DtypeError, SettingsError, ShapeError
+from kernelgen.errors import DeviceError, DtypeError, NoBackendError, SettingsError, ShapeError
 from kernelgen.reference.plain import attention_plain
 from kernelgen.testing.attention_cases import scores_as_computed
 from kernelgen.testing.data import padded_rows, poison_, poisoned_empty, random_tensor
@@ -181,6 +182,34 @@ def moe_traffic(rank: int, size: int, device: str) -> None:
         assert (beside, row, returned) == (4 * words, 128, 128) and sent == also == once and received == back, combine
 
 
+def smaller_groups(rank: int, size: int, device: str) -> None:
+    """The last two ranks, who are not ranks 0 and 1 of all; and groups of one."""
+    pair, alone = dist.new_group([size - 2, size - 1]), [dist.new_group([r]) for r in range(size)][rank]
+    c = layer(20, 5, 2, 64, 32, seed=15, device=device)
+    wanted = kernelgen.moe(**c)
+    assert_bits_equal(kernelgen.distributed.moe(**c, group=alone), wanted, what="a group of one")
+    q, k, v = (random_tensor((1, 24, 2, 32), BF16, seed=50 + i, device=device) for i in range(3))
+    whole = kernelgen.attention(q, k, v, causal=True)
+    one = kernelgen.distributed.ring_attention(q, k, v, causal=True, group=alone)
+    assert isinstance(whole, torch.Tensor) and isinstance(one, torch.Tensor)
+    assert_bits_equal(one, whole, what="a ring of one")
+    if rank < size - 2:
+        with pytest.raises(SettingsError, match="no member of"):
+            kernelgen.distributed.moe(**c, group=pair)
+        return
+    here = rank - (size - 2)
+    mine, rows = share(c, here, [8, 12], [0, 3, 5]), slice(8 * here, 8 + 12 * here)
+    for transport in ("all_to_all", "p2p"):
+        out = kernelgen.distributed.moe(**mine, num_experts=5, group=pair, transport=transport)
+        if device == "cpu":
+            assert_bits_equal(out, wanted[rows], what=f"a pair, {transport}")
+        else:
+            torch.testing.assert_close(out, wanted[rows], rtol=0.02, atol=0.02)
+    part = slice(10 * here, 10 + 14 * here)
+    ours = kernelgen.distributed.ring_attention(q[:, part], k[:, part].contiguous(), v[:, part].contiguous(), causal=True, group=pair)
+    torch.testing.assert_close(ours, whole[:, part], rtol=0.02, atol=0.02)
+
+
 def moe_errors(rank: int, size: int, device: str) -> None:
     """What differs between ranks is an error on all of them, at once, and the group goes on."""
     c = share(layer(8, 2 * size, 2, 64, 32, seed=13, device=device), rank, [8, *[0] * (size - 1)], bounds_of(2 * size, size))
@@ -197,8 +226,14 @@ def moe_errors(rank: int, size: int, device: str) -> None:
         call(**c, expert_bounds=[0, 2, 2, *[2 * size] * (size - 2)] if odd else None)
     with pytest.raises(ShapeError if odd else SettingsError, match="expert_bounds: got 9 experts in" if odd else "rank 1 refused"):
         call(**c, num_experts=2 * size, expert_bounds=[0] * size + [9] if odd else None)
-    with pytest.raises(DtypeError if odd else SettingsError, match="x: got list" if odd else "rank 1 refused"):
-        call(**(c | {"x": [1.0]} if odd else c))
+    for error, words, change in (
+        (DtypeError, "x: got list", {"x": [1.0]}), (ShapeError, "expert_bounds: got 5, expected", {"expert_bounds": 5}),
+        (SettingsError, "combine: got 'tokens'", {"combine": "tokens"}), (SettingsError, "transport: got 'mail'", {"transport": "mail"}),
+        (ShapeError, "num_experts: got 'all'", {"num_experts": "all"}), (DtypeError, "shared: got int", {"shared": 3}),
+        (NoBackendError, "got backend=7", {"backend": 7}), (SettingsError, "activation: got ", {"activation": ["relu"]}),
+    ):
+        with pytest.raises(error if odd else SettingsError, match=words if odd else "rank 1 refused"):
+            call(**(c | change if odd else c))
     leaf = c["w13"].clone().requires_grad_()
     with pytest.raises(SettingsError, match="requires a gradient" if odd else "rank 1 refused"):
         call(**(c | {"w13": leaf} if odd else c))
@@ -311,5 +346,5 @@ def ring_errors(rank: int, size: int, device: str) -> None:
 
 
 CASES: dict[str, Callable[[int, int, str], None]] = {case.__name__.replace("_", " "): case for case in (
-    moe_uneven, moe_tokens_of_one_rank, moe_routing, moe_options, moe_quantized, moe_traffic, moe_errors, ring_full_and_causal, ring_zigzag,
-    ring_more_keys_than_queries, ring_merged_in_steps, ring_skipped_keys_are_not_read, ring_errors)}
+    moe_uneven, moe_tokens_of_one_rank, moe_routing, moe_options, moe_quantized, moe_traffic, smaller_groups, moe_errors,
+    ring_full_and_causal, ring_zigzag, ring_more_keys_than_queries, ring_merged_in_steps, ring_skipped_keys_are_not_read, ring_errors)}
