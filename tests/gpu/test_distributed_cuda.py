@@ -21,7 +21,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     modules = "kernelgen.testing.distributed_cases", "kernelgen.testing.distributed_cuda_cases"
     found: dict[str, str] = {}
     for module, folder in zip(modules, folders):
-        found |= run_ranks(module, size, Path(folder), device="cuda", timeout=140)
+        found |= run_ranks(module, size, Path(folder), device="cuda", timeout=130)
     return found
 
 
