@@ -66,7 +66,8 @@ _PUBLIC = {
     "explain": "kernelgen.dispatch.explain",
     "Target": "kernelgen.targets",
     "variant": "kernelgen.variants",
-    "variants": "",  # a module of its own
+    "distributed": "",  # modules of their own
+    "variants": "",
 }
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ __all__ = [
     "ArtifactMissingError", "AttentionFeatures", "AttentionPlan", "CacheError", "CompileError", "DeviceError", "DtypeError",
     "GraphBounds", "KernelgenError", "LaunchError", "LayoutError", "MLAPlan", "MoESort", "NoBackendError", "PackedWeight", "PageTable",
     "SettingsError", "ShapeError", "Target", "ToolchainMissing", "VariantError", "alibi_slopes", "append_kv", "append_mla", "attention",
-    "attention_varlen", "cascade_attention", "explain", "gemm", "grouped_gemm", "grouped_gemm_masked", "merge_states", "moe",
+    "attention_varlen", "cascade_attention", "distributed", "explain", "gemm", "grouped_gemm", "grouped_gemm_masked", "merge_states", "moe",
     "moe_permute", "moe_sort", "moe_unpermute", "pack_weight", "plan_attention", "plan_mla", "quantize_fp8", "rmsnorm", "rope",
     "rope_append_kv", "route", "sdpa", "silu_and_mul", "variant", "variants",
 ]

@@ -229,7 +229,7 @@ def _describe(
         check_rank(name, t, rank, form)
     check_last_contiguous(q=q, k=k, v=v)
     _check_dtypes(q, k, v)
-    batch, seq_q, seq_k, hq, hkv, d, dv = _check_sizes(q, k, v, ragged)
+    batch, seq_q, seq_k, hq, hkv, d, dv = check_sizes(q, k, v, ragged)
     if ragged:
         if cu_seqlens_q is None or cu_seqlens_k is None:
             raise ShapeError("got one of cu_seqlens_q and cu_seqlens_k, expected both")
@@ -345,7 +345,7 @@ def _check_dtypes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         check_same_dtype(q=q, k=k, v=v)
 
 
-def _check_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ragged: bool) -> tuple[int, int, int, int, int, int, int]:
+def check_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ragged: bool) -> tuple[int, int, int, int, int, int, int]:
     batch, (seq_q, hq, d), (seq_k, hkv) = (0 if ragged else q.shape[0]), q.shape[-3:], k.shape[-3:-1]
     dv = v.shape[-1]
     check_dim("k", k, -1, d, "the head dim of q")

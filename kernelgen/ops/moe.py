@@ -79,12 +79,12 @@ def moe(
     if call is not None:
         return call(MoeTensors(x, w13, w2, weights, ids, out, alpha, limit, bias13, bias2, scale13, scale2, shared, expert_map))  # type: ignore[arg-type]
     check_backend(backend)
-    problem, tensors = _describe_moe(
+    problem, tensors = describe_moe(
         x, w13, w2, weights, ids, activation, alpha, limit, gate_up, bias13, bias2, scale13, scale2, shared, expert_map,
         weights_on_input, out, deterministic,
     )
     if settings().check:
-        _check_ids(ids, w13.shape[0], expert_map)
+        check_ids(ids, w13.shape[0], expert_map)
     decision, run = prepare(problem, target_of(x.device), backend, tensors)
     if key is not None and decision.chosen is not None and decision.chosen.backend == "generated" and not settings().check:
         remember(_calls, key, _prepared(tensors, run))
@@ -142,7 +142,7 @@ def explain_moe(*args: Any, target: Target, backend: str, live: bool, **kwargs: 
     values = defaults | dict(zip(("x", "w13", "w2", "weights", "ids"), args)) | kwargs
     if isinstance(values.get("expert_map"), torch.Tensor):
         values["expert_map"] = values["expert_map"].to(values["x"].device)
-    problem, _ = _describe_moe(**values)
+    problem, _ = describe_moe(**values)
     return choose(problem, target, backend, live=live)
 
 
@@ -163,7 +163,7 @@ def run_reference(p: MoeProblem, t: MoeTensors) -> torch.Tensor | None:
     return None
 
 
-def _describe_moe(
+def describe_moe(
     x: torch.Tensor, w13: Weight, w2: Weight, weights: torch.Tensor, ids: torch.Tensor, activation: str,
     alpha: float | None, limit: float | None, gate_up: str, bias13: torch.Tensor | None, bias2: torch.Tensor | None,
     scale13: Scale | None, scale2: Scale | None, shared: Shared | None, expert_map: ExpertMap | None, weights_on_input: bool,
@@ -329,7 +329,7 @@ def _check_shared(w13: torch.Tensor, w2: torch.Tensor, x: torch.Tensor, halves: 
     _check_shape("shared w2", w2, (x.shape[1], w13.shape[0] // halves), "(H, Is) by x and shared w13")
 
 
-def _check_ids(ids: torch.Tensor, experts: int, expert_map: ExpertMap | None) -> None:
+def check_ids(ids: torch.Tensor, experts: int, expert_map: ExpertMap | None) -> None:
     """KERNELGEN_CHECK=1: an id that names no expert at all. Costs a device sync."""
     if isinstance(expert_map, (tuple, range)):
         known = None  # a range does not say how many experts there are elsewhere

@@ -54,7 +54,7 @@ def pack_experts(c: dict[str, Any], form: str, **options: Any) -> dict[str, Any]
     return c | {name: kernelgen.pack_weight(c[name].cpu(), form, **options).to(c["x"].device) for name in ("w13", "w2")}
 
 
-def _oracle(c: dict[str, Any]) -> dict[str, Any]:
+def oracle(c: dict[str, Any]) -> dict[str, Any]:
     """Arguments on the CPU, as the oracle takes them."""
     def moved(v: Any) -> Any:
         if isinstance(v, PackedWeight):
@@ -80,7 +80,7 @@ def plain(c: dict[str, Any]) -> torch.Tensor:
     """The layer by torch in float32 with the roundings of a kernel: x and the hidden rows to fp8 beside fp8 weights, the hidden rows
     and the experts' results to x's dtype.
     """
-    c = _oracle(c)
+    c = oracle(c)
     x, weights, dtype = c["x"], c["weights"].float(), c["x"].dtype
     experts = local_ids(c["ids"], c["w13"].shape[0], c.get("expert_map"))
     on_input, code = c.get("weights_on_input", False), None
@@ -133,5 +133,5 @@ def check_moe(c: dict[str, Any], *, what: str, seed: int = 1) -> torch.Tensor:
     for other in results[1:]:
         assert_bits_equal(other, results[0], what=f"{what}, again")
     assert_bits_equal(x, before, what=f"{what}, x")
-    assert_close_to_reference(results[0].cpu(), ref.moe(**_oracle(c)), plain(c), what=what, seed=seed)
+    assert_close_to_reference(results[0].cpu(), ref.moe(**oracle(c)), plain(c), what=what, seed=seed)
     return results[0]

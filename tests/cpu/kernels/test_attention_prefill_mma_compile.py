@@ -41,7 +41,9 @@ def tuned_specs(arch: str) -> list[tuple[AttentionProblem, KernelSpec]]:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_coverage_compiles(arch: str) -> None:
-    specs = covered(prefill_mma.FAMILY, Target.parse(arch))
+    """All of it for the oldest chip and for the least shared memory; the source has no instruction of one chip only, so a
+    third of it for the others."""
+    specs = covered(prefill_mma.FAMILY, Target.parse(arch))[:: 1 if arch in ("sm_80", "sm_120") else 3]
     for name, report in compiled(specs).items():
         assert report["registers"] <= 255, name
 

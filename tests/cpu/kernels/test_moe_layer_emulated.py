@@ -15,12 +15,12 @@ from kernelgen.dispatch.select import choose
 from kernelgen.kernels.base import families
 from kernelgen.kernels.gemm.gemm_mma import Config
 from kernelgen.kernels.moe.layer import COMPOSITION
-from kernelgen.ops.moe import _describe_moe
+from kernelgen.ops.moe import describe_moe
 from kernelgen.settings import settings
 from kernelgen.targets import Target
 from kernelgen.testing.cuda_emulator import EmulatedKernel
 from kernelgen.testing.data import poison_, random_tensor
-from kernelgen.testing.moe_layer import _oracle, layer, pack_experts, plain, quantize_experts
+from kernelgen.testing.moe_layer import layer, oracle, pack_experts, plain, quantize_experts
 from kernelgen.testing.tolerance import assert_bits_equal, assert_close_to_reference
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -57,7 +57,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_layer(name: str) -> None:
     c, folder = CASES[name](), settings().cache_dir / "emulated"
-    problem, tensors = _describe_moe(**(DEFAULTS | c))
+    problem, tensors = describe_moe(**(DEFAULTS | c))
     steps = dict(COMPOSITION.steps(problem))
 
     def prepare(step: str, given: Any) -> Callable[[Any], Any]:
@@ -77,4 +77,4 @@ def test_layer(name: str) -> None:
         run(tensors)
         made.append(tensors.out.clone())
     assert_bits_equal(made[1], made[0], what=f"{name}, again")
-    assert_close_to_reference(made[0], ref.moe(**_oracle(c)), plain(c), what=name)
+    assert_close_to_reference(made[0], ref.moe(**oracle(c)), plain(c), what=name)
