@@ -97,17 +97,19 @@ def _merged(calls: Sequence[tuple[str, str, Callable[[Target], Iterable[Decision
     for target in targets:
         built = False
         for name, op, decisions in calls:
+            reasons: dict[str, None] = {}  # a call counts once, whatever the SM counts
             for decision in decisions(target):
                 if decision.chosen is not None:
                     built = True
                     _add(specs, name, decision)
-                    continue
-                reason = _reason(decision)
+                else:
+                    reasons[_reason(decision)] = None
+            for reason in reasons:
                 known = left.setdefault((op, str(target), reason), Left(name, str(target), reason, 0))
                 left[op, str(target), reason] = replace(known, calls=known.calls + 1)
         if not built:
-            reasons = "; ".join(f"{x.call}: {x.reason}" for x in left.values() if x.target == str(target))
-            raise SettingsError(f"{target}: nothing of what was asked for can be built: {reasons or 'no call is for such a target'}")
+            why = "; ".join(f"{x.call}: {x.reason}" for x in left.values() if x.target == str(target))
+            raise SettingsError(f"{target}: nothing of what was asked for can be built: {why or 'no call is for such a target'}")
     return Plan(specs, tuple(left.values()), len(calls) * len(targets))
 
 
