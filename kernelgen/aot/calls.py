@@ -219,6 +219,10 @@ class _Calls:
                     device = f"{call}{more} --table {table} --batch {batch} --kv-len {s.max_length} --device-kv-lens"
                     yield device
                     yield f"{device} --device-q-lens"
+            # A block table of one column, which is what short requests have: every one is a page long.
+            for queries in powers(s.page_size):
+                yield f"{call}{more} --table contiguous --batch 1 --q-len {min(queries, s.page_size)} --kv-len {s.page_size}"
+            yield f"{call}{more} --table contiguous --batch 1 --kv-len {s.page_size} --device-kv-lens"
 
     def ragged(self, kv_heads: int, head_dim: int, head_dim_v: int, features: str = "") -> Iterator[str]:
         """Prefill of whole requests, without a cache."""

@@ -55,17 +55,16 @@ def test_families_are_read(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_call_of_every_family_has_a_kernel(name: str) -> None:
-    """On the CPU, one GPU per share of the model. The kinds of calls are those of the family, whatever it is divided over."""
-    experts = model_of(tiny(name)).experts is not None
-    for tp, ep in ((1, 1), (2, 2 if experts else 1)):
-        calls = service_calls(model_of(tiny(name)), Service(tp, ep, max_tokens=16, max_batch=2, max_length=32, page_size=8))
-        made = plan(calls, [Target.parse("cpu-x86-64-v3")], [2])
-        assert not made.left and len(made.specs) >= 15
-        ops = {line.split()[0] for line in calls}
-        latent = name.startswith("deepseek")
-        assert ("mla" in ops, "append_mla" in ops, "paged_attention" in ops) == (latent, latent, not latent)
-        assert ("moe" in ops and "route" in ops) == experts
-        assert {"gemm", "rmsnorm", "rope", "attention_varlen"} <= ops
+    """On the CPU, for one of two shares of the model."""
+    experts, latent = model_of(tiny(name)).experts is not None, name.startswith("deepseek")
+    service = Service(2, 2 if experts else 1, max_tokens=16, max_batch=2, max_length=32, page_size=8)
+    calls = service_calls(model_of(tiny(name)), service)
+    made = plan(calls, [Target.parse("cpu-x86-64-v3")], [2])
+    assert not made.left and len(made.specs) >= 15
+    ops = {line.split()[0] for line in calls}
+    assert ("mla" in ops, "append_mla" in ops, "paged_attention" in ops) == (latent, latent, not latent)
+    assert ("moe" in ops and "route" in ops) == experts
+    assert {"gemm", "rmsnorm", "rope", "attention_varlen"} <= ops
 
 
 def test_shares_of_a_model() -> None:
@@ -113,6 +112,27 @@ def test_rows_between_classes_need_no_other_kernel(target: str, n: int, k: int) 
     rows = [2071, *(rng.randint(1, 2560) for _ in range(60))]  # 2071: of a tile that few counts of rows take
     for count in rows:
         assert set(specs_of(choose(replace(decision.problem, m=count), place, "generated", live=False))) <= set(built), count
+
+
+@pytest.mark.parametrize("target", ("sm_90a", "sm_80", "cpu-x86-64-v3"))
+def test_steps_of_any_size_need_no_other_kernel(target: str) -> None:
+    """Requests, lengths and tokens at random, none of them chosen by prebuild."""
+    place, rng = Target.parse(target), random.Random(11)
+    service = Service(max_tokens=512, max_batch=16, max_length=1024)
+    lines = service_calls(model_of(tiny("qwen3_moe", torch_dtype="bfloat16", hidden_size=256, head_dim=64)), service)
+    built = plan([x for x in lines if x.split()[0] in ("moe", "paged_attention", "attention_varlen")], [place], [place.sm_count]).specs
+    moe, heads = next(x.split(" ", 3)[3] for x in lines if x.startswith("moe ")), "--kv-heads 2 --dtype bf16"
+    for _ in range(25):
+        batch, tokens = rng.randint(1, 16), rng.randint(1, 512)
+        queries = rng.randint(1, max(1, 512 // batch))
+        lse = rng.choice(("", " --lse"))
+        for line in (
+            f"moe --tokens {tokens} {moe}", f"attention_varlen --q {tokens},4,64 --batch {min(batch, tokens)} --causal {heads}{lse}",
+            f"paged_attention --q-heads 4 {heads} --head-dim 64 --table {rng.choice(('blocks', 'csr'))} --batch {batch} "
+            f"--q-len {rng.choice((1, queries))} --kv-len {rng.randint(queries, 1024)}{lse}",
+            f"paged_attention --q-heads 4 {heads} --head-dim 64 --table contiguous --batch {batch} --kv-len {rng.randint(1, 16)}{lse}",
+        ):
+            assert set(specs_of(call_decision(line, place))) <= set(built), line
 
 
 BAD = {

@@ -39,8 +39,8 @@ w = {name: torch.randn(*shape) / 8 for name, shape in dict(
     n1=(H,), n2=(H,)).items()}
 cache = torch.randn(24, 2, PAGE, HKV, D)
 def step(q_lens, kv_lens):
-    tokens, batch = sum(q_lens), len(q_lens)
-    table = PageTable.from_blocks(torch.arange(batch * 6, dtype=torch.int32).view(batch, 6), kv_lens, PAGE)
+    tokens, batch, width = sum(q_lens), len(q_lens), -(-max(kv_lens) // PAGE)  # one column where all are short
+    table = PageTable.from_blocks(torch.arange(batch * width, dtype=torch.int32).view(batch, width), kv_lens, PAGE)
     x, residual = torch.randn(tokens, H), torch.randn(tokens, H)
     h = kernelgen.rmsnorm(x, w["n1"], residual=residual)
     qkv = kernelgen.gemm(h, w["qkv"].t())
