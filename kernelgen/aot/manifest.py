@@ -31,34 +31,34 @@ _CLASS, _NUMBER = "$", "#"  # keys of an object that stands for a dataclass, for
 _CLASSES = ("kernelgen.problems.", "kernelgen.kernels.", "kernelgen.variants.", "kernelgen.targets")
 _FIELDS = ("op", "problem", "target", "kernel", "config")
 
-_written: set[str] = set()
+_seen: set[tuple[Any, ...]] = set()
 _lock = threading.Lock()
 _off: set[Path] = set()
 
 
 def record(path: Path, problem: Any, target: Target, kernel: str, config: Any) -> None:
     """Append a decision, once per process. A run does not end because its notes cannot be taken: that is said once."""
-    try:
-        line = encode_line(problem, target, kernel, config)
-    except SettingsError as error:
-        logger.warning("KERNELGEN_RECORD: %s by %s is not recorded: %s", problem, kernel, error)
+    key = (path, problem, target, kernel, config)
+    if key in _seen:  # some ops bind at every call
         return
     with _lock:
-        if line in _written or path in _off:
+        if key in _seen:
             return
+        _seen.add(key)
         try:
-            _append(path, line)
+            if path not in _off:
+                _append(path, encode_line(problem, target, kernel, config))
+        except SettingsError as error:
+            logger.warning("KERNELGEN_RECORD: %s by %s is not recorded: %s", problem, kernel, error)
         except OSError as error:
             _off.add(path)
             logger.warning("KERNELGEN_RECORD=%s cannot be written (%s): nothing more is recorded there", path, error.strerror)
-        else:
-            _written.add(line)
 
 
 def forget() -> None:
     """Record everything again (tests)."""
     with _lock:
-        _written.clear()
+        _seen.clear()
         _off.clear()
 
 

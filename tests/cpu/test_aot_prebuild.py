@@ -27,46 +27,6 @@ from kernelgen.testing.aot_configs import tiny
 
 ROOT = Path(__file__).parents[2]
 SMALL = "--max-tokens 24 --max-batch 3 --max-length 48 --page-size 8"
-# One layer of a Llama-like model with experts behind it, by the public functions alone, for steps of several sizes. Sizes are those of
-# kernelgen.testing.aot_configs; none of the numbers of tokens is one that prebuild lists.
-LAYER = """
-import json, sys, torch, kernelgen
-from kernelgen import PageTable, build
-torch.manual_seed(3)
-H, HQ, HKV, D, I, V, PAGE, E, K = 64, 4, 2, 16, 96, 128, 8, 8, 2
-w = {name: torch.randn(*shape) / 8 for name, shape in dict(
-    qkv=((HQ + 2 * HKV) * D, H), o=(H, HQ * D), up=(2 * I, H), down=(H, I), head=(V, H), router=(E, H), w13=(E, 64, H), w2=(E, H, 32),
-    n1=(H,), n2=(H,)).items()}
-cache = torch.randn(24, 2, PAGE, HKV, D)
-def step(q_lens, kv_lens):
-    tokens, batch, width = sum(q_lens), len(q_lens), -(-max(kv_lens) // PAGE)  # one column where all are short
-    table = PageTable.from_blocks(torch.arange(batch * width, dtype=torch.int32).view(batch, width), kv_lens, PAGE)
-    x, residual = torch.randn(tokens, H), torch.randn(tokens, H)
-    h = kernelgen.rmsnorm(x, w["n1"], residual=residual)
-    qkv = kernelgen.gemm(h, w["qkv"].t())
-    q, k, v = (part.view(tokens, -1, D) for part in qkv.split((HQ * D, HKV * D, HKV * D), dim=1))
-    request = torch.repeat_interleave(torch.arange(batch), torch.tensor(q_lens)).int()
-    positions = torch.cat([torch.arange(n - m, n) for m, n in zip(q_lens, kv_lens)]).int()
-    kernelgen.append_kv(cache, k, v, table, positions=positions, batch_indices=request)
-    q = kernelgen.rope_append_kv(q, k, v, cache, table, positions=positions, batch_indices=request)
-    plan = kernelgen.plan_attention(table, num_q_heads=HQ, num_kv_heads=HKV, head_dim=D, q_lens=q_lens, q_dtype=torch.float32)
-    o = plan.run(q, cache)
-    h = kernelgen.rmsnorm(kernelgen.gemm(o.view(tokens, -1), w["o"].t()), w["n2"], residual=residual)
-    if "moe" in sys.argv:
-        weights, ids = kernelgen.route(kernelgen.gemm(h, w["router"].t()), K)
-        return kernelgen.moe(h, w["w13"], w["w2"], weights, ids)
-    fused = kernelgen.gemm(h, w["up"].t(), activation="swiglu")
-    torch.testing.assert_close(kernelgen.silu_and_mul(kernelgen.gemm(h, w["up"].t())), fused)
-    return kernelgen.gemm(kernelgen.gemm(fused, w["down"].t()), w["head"].t())
-for q_lens, kv_lens in (([7, 11, 3], [7, 19, 40]), ([1, 1, 1], [8, 20, 41]), ([19], [19]), ([1], [5])):
-    assert step(q_lens, kv_lens).isfinite().all()
-starts = torch.tensor([0, 5, 17], dtype=torch.int32)
-q, kv = torch.randn(17, HQ, D), torch.randn(17, HKV, D)
-kernelgen.attention_varlen(q, kv, kv, starts, starts, causal=True)
-kernelgen.rope(q, kv, torch.arange(17))
-assert not any(report.compiled for report in build.reports())
-print(json.dumps([report.artifact for report in build.reports()]))
-"""
 
 
 def prebuild(arguments: str, *more: str) -> Result:
@@ -91,7 +51,8 @@ def test_a_live_layer_loads_only_what_was_prebuilt(model_type: str, words: tuple
     listed = {row["path"] for row in report["kernels"]}
     manifest = tmp_path / "specs.jsonl"
     environment = {**os.environ, "KERNELGEN_JIT": "0", "KERNELGEN_RECORD": str(manifest), "PYTHONPATH": str(ROOT)}
-    live = subprocess.run([sys.executable, "-c", LAYER, *words], env=environment, text=True, capture_output=True, check=False)
+    live = subprocess.run([sys.executable, "-m", "kernelgen.testing.aot_layer", "cpu", "float32", "16", *words], env=environment, text=True,
+                          capture_output=True, check=False)
     assert live.returncode == 0, live.stderr
     loaded = json.loads(live.stdout)
     assert len(loaded) >= 10 and set(loaded) <= listed, set(loaded) - listed
