@@ -99,7 +99,7 @@ def _report(o: dict[str, Any]) -> Any:
         if o["manifest"]:
             made.append(plan_of(read_manifest(o["manifest"]), targets, o["sm_count"]))
         if lines:
-            made.append(plan(lines, targets or [_this_machine()], o["sm_count"]))
+            made.append(plan(lines, targets, o["sm_count"]) if targets else _here(lines, o["sm_count"]))
     whole = merged(made)
     _ = build.store().root  # a cache that cannot be used is said before anything is compiled
     rows = build_specs(whole.specs, o["jobs"])
@@ -111,9 +111,12 @@ def _report(o: dict[str, Any]) -> Any:
     return Report(tuple(rows), tuple(whole.specs.values()), whole.left, whole.calls, time.perf_counter() - start, notes, problem)
 
 
-def _this_machine() -> Any:
+def _here(lines: list[str], sm_counts: tuple[int, ...] | None) -> Any:
+    """For this machine: its GPU with the SMs that it has, else its CPU."""
     import torch
 
+    from kernelgen.aot.plan import plan
     from kernelgen.targets import target_of
 
-    return target_of("cuda:0" if torch.cuda.is_available() else "cpu")
+    own = target_of("cuda:0" if torch.cuda.is_available() else "cpu")
+    return plan(lines, [own], sm_counts or ((own.sm_count,) if own.kind == "cuda" else None))

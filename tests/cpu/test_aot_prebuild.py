@@ -75,6 +75,22 @@ def test_targets_that_are_not_here(tmp_path: Path) -> None:
     assert report["total"]["built"] == 0 and len(report["kernels"]) >= 30
 
 
+def test_without_a_target_the_gpu_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its own number of SMs, which may be none of the usual ones; without a GPU the CPU."""
+    import torch
+
+    from kernelgen import targets
+    from kernelgen.cli.prebuild import _here
+
+    lines = ["gemm --mnk 64,4096,4096 --b-order col"]
+    assert {s.target.kind for s in _here(lines, None).specs} == {"cuda" if torch.cuda.is_available() else "cpu"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(targets, "target_of", lambda device: replace(Target.parse("sm_90a"), sm_count=66))
+    (need,) = _here(lines, None).specs.values()
+    assert need.sm_counts == {66}
+    assert {n for need in _here(lines, (100, 132)).specs.values() for n in need.sm_counts} == {100, 132}
+
+
 def test_the_table(tmp_path: Path) -> None:
     done = CliRunner().invoke(cli, ["prebuild", "--spec", "rmsnorm --x 4,64 --dtype fp32", "--spec", "silu_and_mul --x 4,64 --dtype fp32",
                                     "--spec", "attention --q 1,4,2,64 --grad", "--target", "cpu"])
