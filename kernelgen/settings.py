@@ -77,6 +77,8 @@ class Settings:
         "KERNELGEN_CACHE_LAYERS", _paths, (), "read-only cache bundles, joined by ':', searched before the cache")
     lock_dir: Path | None = _setting("KERNELGEN_LOCK_DIR", _path, None, "folder of the build locks (default: in the cache)")
     jit: bool = _setting("KERNELGEN_JIT", _bool, True, "0: never compile, only load what is cached or prebuilt")
+    record: Path | None = _setting("KERNELGEN_RECORD", _path, None, "file to which every choice of a kernel is appended, for "
+                                   "`kernelgen prebuild --manifest`")
     max_jobs: int | None = _setting("KERNELGEN_MAX_JOBS", _positive, None, "most compile jobs at a time")
     check: bool = _setting("KERNELGEN_CHECK", _bool, False, "1: check tensor contents too (costs device syncs)")
     backend: str = _setting("KERNELGEN_BACKEND", _backend, "auto", "backend of calls that say backend='auto'")

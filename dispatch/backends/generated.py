@@ -96,6 +96,11 @@ class Generated(Backend):
 
             return made_of.bind(problem, prepare, tensors)
         family = _family(problem.op, target, kernel)
+        path = settings().record
+        if path is not None:
+            from kernelgen.aot.manifest import record
+
+            record(path, problem, target, kernel, config)
         return family.bind(problem, config, build.kernel(family.spec(problem, target, config)), tensors)
 
 

@@ -8,20 +8,18 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import click
 
 from kernelgen.cli.calls import FORMS
-from kernelgen.cli.options import Dims, Options
-from kernelgen.dispatch.decision import Decision
+from kernelgen.cli.decide import decide, for_sm_count
+from kernelgen.cli.options import Dims
+from kernelgen.cli.prebuild import OPTIONS as PREBUILD_OPTIONS
+from kernelgen.cli.prebuild import run as prebuild_run
 from kernelgen.errors import NoBackendError
-from kernelgen.specs import KernelSpec
-from kernelgen.targets import Target
 
 _TARGET = click.option("--target", help="sm_90a, sm_80, cpu, cpu-x86-64-v3, ... (default: this machine).")
-_ALIGNMENTS = ("alignment", "cache_alignment")
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -50,8 +48,15 @@ class _OpGroup(click.Group):
         return super().resolve_command(ctx, args)
 
 
-def _group(name: str, run: Callable[..., None], help: str, own: Sequence[Callable[..., Any]]) -> click.Group:
-    group = _OpGroup(name, help=help, subcommand_metavar="OP [OPTIONS]")
+def _group(
+    name: str, run: Callable[..., None], help: str, own: Sequence[Callable[..., Any]], *, about: str = "",
+    whole: Callable[..., None] | None = None, options: Sequence[Callable[..., Any]] = (),
+) -> click.Group:
+    """``whole``, with ``options`` and explained by ``about``: what the group does without an op."""
+    group = _OpGroup(name, help=f"{help}{about}", subcommand_metavar="OP [OPTIONS]", invoke_without_command=whole is not None,
+                     callback=None if whole is None else click.pass_context(whole))
+    for option in options:
+        option(group)
     for op, form in FORMS.items():
         group.add_command(_command(op, run, f"{help}\n\n{form.help}", (*form.options, *own)))
         group.commands[op].short_help = form.help
@@ -67,68 +72,32 @@ def _command(op: str, run: Callable[..., None], help: str, options: Sequence[Cal
     return click.command(op, cls=_OpCommand, help=help)(call)
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a call runs. ``live``: on this machine, whose compilers are asked for."""
-
-    target: Target
-    live: bool
-
-
-def _decide(op: str, options: Options, target: str | Target | None, backend: str) -> tuple[Decision, bool]:
-    """The decision, and whether it is for this machine."""
-    from kernelgen.dispatch.explain import explain as explain_call
-    from kernelgen.dispatch.select import choose
-
-    form = FORMS[op]
-    call = form.call(options)
-    decision = explain_call(op, *call.args, target=target, backend=backend, **{k: v for k, v in call.kwargs.items() if v is not None})
-    live = target in (None, "cpu")
-    problem = decision.problem
-    fields = form.at_run(options, problem) if form.at_run else {}
-    for name in _ALIGNMENTS:
-        if options.get(name) is not None:
-            fields[name] = min(fields.get(name, getattr(problem, name)), int(options[name]))
-    return (choose(replace(problem, **fields), decision.target, backend, live=live) if fields else decision), live
-
-
 def _explain(op: str, *, target: str | None, sm_count: int | None, backend: str, as_json: bool, **options: Any) -> None:
-    decision, live = _decide(op, options, target, backend)
+    decision, live = decide(op, options, target, backend)
     if sm_count is not None:
-        decision = _for_sm_count(decision, sm_count, backend, live)
+        decision = for_sm_count(decision, sm_count, backend, live)
     if as_json:
         click.echo(json.dumps({"problem": str(decision.problem), "target": str(decision.target), "candidates": decision.table()}, indent=2))
     else:
         click.echo(str(decision))
 
 
-def _for_sm_count(decision: Decision, sm_count: int, backend: str, live: bool) -> Decision:
-    from kernelgen.dispatch.select import choose
-
-    return choose(decision.problem, replace(decision.target, sm_count=sm_count), backend, live=live)
-
-
 def _prebuild(op: str, *, target: str | None, sm_count: tuple[int, ...] | None, as_json: bool, **options: Any) -> None:
     from kernelgen import build
-    from kernelgen.kernels.base import Steps, families
+    from kernelgen.aot.specs import specs_of
     from kernelgen.launch.host import launcher
     from kernelgen.targets import common_sm_counts
 
-    first, live = _decide(op, options, target, "generated")
+    first, live = decide(op, options, target, "generated")
     counts = sm_count or (common_sm_counts(first.target) if target is not None else (first.target.sm_count,))
     specs: dict[Any, list[int]] = {}  # one kernel serves every SM count that gives the same config
     for count in counts:
-        decision = _for_sm_count(first, count, "generated", live)
-        chosen = decision.chosen
-        if chosen is None:
+        decision = for_sm_count(first, count, "generated", live)
+        if decision.chosen is None:
             raise NoBackendError(f"nothing to build:\n{decision}")
-        parts = [part for _, part in chosen.config.decisions] if isinstance(chosen.config, Steps) else [decision]
-        for part in parts:
-            assert part.chosen is not None
-            family = next(f for f in families(part.problem.op, part.target.kind) if f.name == part.chosen.kernel)
-            for spec in (family.spec(part.problem, part.target, part.chosen.config), *_beside(part)):
-                if count not in specs.setdefault(spec, []):
-                    specs[spec].append(count)
+        for spec in specs_of(decision):
+            if count not in specs.setdefault(spec, []):
+                specs[spec].append(count)
     report = []
     for spec, served in specs.items():
         artifact, built = build.build(spec)
@@ -139,16 +108,6 @@ def _prebuild(op: str, *, target: str | None, sm_count: tuple[int, ...] | None, 
     launcher()
     if as_json:
         click.echo(json.dumps(report, indent=2))
-
-
-def _beside(decision: Decision) -> list[KernelSpec]:
-    """Kernels that the call launches beside the chosen one: lengths on a GPU are planned there."""
-    problem = decision.problem
-    if decision.target.kind == "cuda" and problem.op == "paged_attention" and None in (problem.seq_q, problem.seq_k):
-        from kernelgen.kernels.attention.plan_cuda import spec
-
-        return [spec(decision.target)]
-    return []
 
 
 explain = _group("explain", _explain, "Show which backend a call of OP takes and why. Works without a GPU: give --target.", (
@@ -164,4 +123,6 @@ prebuild = _group(
         _TARGET, click.option("--sm-count", type=Dims(example="132,114,78", least=1), help="SMs of the GPUs to build for (default: "
                               "those of the usual products with --target, else this machine's)."),
         _JSON,
-    ))
+    ), about="\n\nWithout an OP: all kernels of a model (--model), those of a recorded run (--manifest), or of calls in quotes (--spec), "
+    "in several processes, with a table of them. Exit status 1 if one could not be built; the others are.",
+    whole=prebuild_run, options=PREBUILD_OPTIONS)

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 import kernelgen
 from kernelgen import PageTable
 from kernelgen.cli import cli
-from kernelgen.cli.explain import _decide
+from kernelgen.cli.decide import decide as _decide
 from kernelgen.reference.masks import Variant
 
 ROOT = Path(__file__).parent.parent.parent

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from kernelgen.cli import cli
 from kernelgen.cli.calls import FORMS
-from kernelgen.cli.explain import _decide
+from kernelgen.cli.decide import decide as _decide
 from kernelgen.dispatch.explain import OPS
 from kernelgen.problems.attention import AttentionProblem
 from kernelgen.problems.cache_ops import AppendProblem, MergeProblem, RopeProblem, Rotation

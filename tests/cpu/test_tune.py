@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernelgen.aot import pool
 from kernelgen.bench import prebuild, results, tuning
 from kernelgen.bench.protocol import Protocol, Timing
 from kernelgen.bench.run import run_case
@@ -102,7 +103,7 @@ def test_wrong_numbers_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_compiler
 def test_prebuild_in_processes(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prebuild, "_WORTH_A_PROCESS", 1)
+    monkeypatch.setattr(pool, "WORTH_A_PROCESS", 1)
     cpu = Target.parse("cpu")
     specs = [rmsnorm_cpu.FAMILY.spec(p, cpu, c or next(iter(rmsnorm_cpu.FAMILY.candidates(p, cpu))))
              for p, c in list(rmsnorm_cpu.FAMILY.coverage())[:2]]
