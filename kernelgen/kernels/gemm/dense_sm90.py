@@ -23,6 +23,7 @@ from kernelgen.kernels.gemm.sm90 import (
     kind_of_sums,
     options,
     promotes,
+    round_up,
     scalars,
     splits,
     supports_common,
@@ -102,8 +103,8 @@ def shared_memory(problem: GemmProblem, config: Config) -> int:
     """Dynamic shared memory in bytes of a launch: DenseSm90::kSharedBytes of the header."""
     p, c = problem, config
     slabs = c.consumers * c.slabs * _SLAB_BYTES if c.tma_out(p.gated) else 0
-    stage = (c.block_m + c.block_n) * ROW_BYTES + _round_up(4 * _scales_of_stage(p, c), 128)
-    return c.stages * stage + slabs + _round_up(2 * c.stages * 8, 128)
+    stage = (c.block_m + c.block_n) * ROW_BYTES + round_up(4 * _scales_of_stage(p, c), 128)
+    return c.stages * stage + slabs + round_up(2 * c.stages * 8, 128)
 
 
 def _scales_of_stage(problem: GemmProblem, config: Config) -> int:
@@ -112,10 +113,6 @@ def _scales_of_stage(problem: GemmProblem, config: Config) -> int:
         return 0
     width = config.block_n // (2 if splits(problem) else 1)
     return config.block_m + config.block_n // math.gcd(width, BLOCK_RECIPES[problem.scales])
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def supports(problem: GemmProblem, target: Target) -> Verdict:

@@ -38,6 +38,10 @@ def kind_of_sums(problem: GemmProblem) -> str:
     return "blocks" if problem.scales in BLOCK_RECIPES else "promoted" if promotes(problem) else "plain"
 
 
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
 def depth(problem: GemmProblem) -> int:
     """Elements of K in 128 bytes."""
     return ROW_BYTES // DTYPES[problem.a_dtype].bytes

@@ -7,6 +7,8 @@ them on purpose: ``python tests/cpu/kernels/test_gemm_sm90_compile.py`` writes i
 from __future__ import annotations
 
 import json
+import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,6 +72,27 @@ def test_epilogues_do_not_spill(family: Any, base: GemmProblem) -> None:
     assert len(specs) >= 8
     for name, report in compiled(specs).items():
         assert report["spill_stores"] == 0, name
+
+
+def test_skinny_choices_are_those_of_the_search() -> None:
+    """Against the committed times: what WINNERS and the models choose for the problems that were searched, by kind of sums."""
+    searched = json.loads((Path(__file__).parents[3] / "tools/bench/results/tried/h200_tune_skinny.json").read_text())["lines"]
+    bases = {"bf16": BASE, "fp8-row": FP8, "fp8-block": BLOCKS}
+    regrets: dict[str, list[float]] = {recipe: [] for recipe in bases}
+    for line in searched:
+        recipe, *sizes = re.fullmatch(r"gemm\[(\S+) m=(\d+) n=(\d+) k=(\d+)\]", line["problem"]).groups()  # type: ignore[union-attr]
+        times = {name.removeprefix("skinny_sm90 "): us for name, us in line["us"].items() if name.startswith("skinny_sm90 ")}
+        if len(times) < 10:
+            continue  # only the finalists of a search over both families are there
+        m, n, k = map(int, sizes)
+        problem = replace(bases[recipe], m=m, n=n, k=k)
+        first = str(next(iter(skinny_sm90.candidates(problem, H200))))
+        regrets[recipe].append(times.get(first, math.inf) / min(times.values()))
+    worst = {recipe: max(values) for recipe, values in regrets.items()}
+    means = {recipe: math.exp(sum(map(math.log, values)) / len(values)) for recipe, values in regrets.items()}
+    assert all(len(values) >= 20 for values in regrets.values())
+    assert means["bf16"] < 1.01 and means["fp8-row"] < 1.02 and means["fp8-block"] < 1.01, means
+    assert worst["bf16"] < 1.04 and worst["fp8-row"] < 1.14 and worst["fp8-block"] < 1.03, worst
 
 
 def test_every_problem_has_a_config() -> None:
