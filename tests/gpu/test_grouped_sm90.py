@@ -63,6 +63,15 @@ def test_configs(grouping: str, config: Config) -> None:
                 run(filled(grouping, sizes, Product(264, n, 336, scales=scales)), PROMOTED[config])
 
 
+@pytest.mark.parametrize("config", PROMOTED.values(), ids=str)
+@pytest.mark.parametrize("grouping", ("rows", "masked"))
+def test_scales_that_the_copy_engine_brings(grouping: str, config: Config) -> None:
+    """Rows of scale_a one behind the other, in multiples of four: boxes of groups that begin anywhere; more than 32 blocks of k."""
+    for sizes, k in (((201, 0, 58, 193, 4), 656), ((1, 2, 0, 5), 35 * 128), ((130,), 128)):
+        spare = -sum(sizes) % 4 or 4
+        run(Grouped(grouping, sizes, Product(264, 392, k, scales="block_128x128", scale_major="cc"), spare=spare), config)
+
+
 @pytest.mark.parametrize("grouping", ("rows", "masked", "k"))
 @pytest.mark.parametrize("activation, gate_up", (
     ("gelu", "gate_first"), ("swiglu", "gate_first"), ("geglu", "up_first"), ("swiglu", "interleaved")))

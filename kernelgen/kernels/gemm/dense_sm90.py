@@ -43,8 +43,8 @@ PARAMS = ParamStruct((
         "c_batch", "c_row", "out_batch", "out_row", "bias_batch", "scale_a_batch", "scale_b_batch")),
     *((name, "i32") for name in (
         "m", "n", "k", "tiles_m", "tiles_n", "tiles", "groups", "batched_a", "batched_b", "scale_a_row", "scale_a_block",
-        "scale_b_column", "scale_b_block")), ("beta", "f32"),
-), tensor_maps=("map_a", "map_b", "map_out", "map_rest"))
+        "scale_b_column", "scale_b_block", "scales_by_tma")), ("beta", "f32"),
+), tensor_maps=("map_a", "map_b", "map_out", "map_rest", "map_scales"))
 ENTRY = "gemm_dense_sm90"
 
 _SLAB_BYTES = MMA_ROWS * ROW_BYTES
@@ -103,16 +103,24 @@ def shared_memory(problem: GemmProblem, config: Config) -> int:
     """Dynamic shared memory in bytes of a launch: DenseSm90::kSharedBytes of the header."""
     p, c = problem, config
     slabs = c.consumers * c.slabs * _SLAB_BYTES if c.tma_out(p.gated) else 0
-    stage = (c.block_m + c.block_n) * ROW_BYTES + round_up(4 * _scales_of_stage(p, c), 128)
+    stage = (c.block_m + c.block_n) * ROW_BYTES + _bytes_of_scales(p, c)
     return c.stages * stage + slabs + round_up(2 * c.stages * 8, 128)
 
 
-def _scales_of_stage(problem: GemmProblem, config: Config) -> int:
-    """Scales of blocks that a stage holds: of each row, and each run of columns that share one wherever a tile begins."""
+def _box_of_scales(problem: GemmProblem, config: Config) -> int:
+    """Rows of a box of scale_a; those of groups may begin anywhere within four."""
+    rows = config.block_m if config.block_m <= 192 else config.block_m // 2
+    return rows + (4 if problem.op == "grouped_gemm" else 0)
+
+
+def _bytes_of_scales(problem: GemmProblem, config: Config) -> int:
+    """What a stage holds of scales of blocks: of each row, and each run of columns that share one wherever a tile begins."""
     if problem.scales not in BLOCK_RECIPES:
         return 0
-    width = config.block_n // (2 if splits(problem) else 1)
-    return config.block_m + config.block_n // math.gcd(width, BLOCK_RECIPES[problem.scales])
+    c = config
+    width = c.block_n // (2 if splits(problem) else 1)
+    rows = (1 if c.block_m <= 192 else 2) * round_up(4 * _box_of_scales(problem, c), 128)
+    return round_up(rows + 4 * (c.block_n // math.gcd(width, BLOCK_RECIPES[problem.scales])), 128)
 
 
 def supports(problem: GemmProblem, target: Target) -> Verdict:
@@ -188,13 +196,13 @@ MEASURED: dict[str, tuple[Measured, ...]] = {
         Measured(Config(1, 2, 64, 8), 0.318, 0.87),
         Measured(Config(1, 1, 64, 10), 0.186, 1.18),
     ),
-    "blocks": (
-        Measured(Config(2, 2, 128, 4, parts=2, slabs=1), 1.094, 0.75),
-        Measured(Config(1, 2, 192, 4, parts=2), 0.746, 0.44),
-        Measured(Config(1, 2, 160, 5, parts=2), 0.685, 0.46),
-        Measured(Config(1, 2, 128, 5), 0.497, 0.66),
-        Measured(Config(1, 1, 128, 8), 0.329, 0.37),
-        Measured(Config(1, 1, 64, 10), 0.243, 0.27),
+    "blocks": (  # the first three by the run of results/tried/h200_gemm_blocks.json, the others scaled like them
+        Measured(Config(2, 2, 128, 4, parts=2, slabs=1), 0.870, 2.2),
+        Measured(Config(1, 2, 192, 4, parts=2), 0.630, 1.5),
+        Measured(Config(1, 2, 128, 5), 0.430, 1.0),
+        Measured(Config(1, 2, 160, 5, parts=2), 0.600, 1.3),
+        Measured(Config(1, 1, 128, 8), 0.286, 0.6),
+        Measured(Config(1, 1, 64, 10), 0.210, 0.5),
     ),
 }
 
@@ -275,15 +283,38 @@ def closure(problem: GemmProblem, config: Config, kernel: Any, tensors: Any, til
     """That of a dense or grouped product. ``tiles``: of all batch entries, at most; ``box_a``: rows of a box of a."""
     p, c, t = problem, config, tensors
     clusters = min(tiles, max(1, target_of(t.a.device).sm_count // c.blocks))
-    launch = kernel.prepare(
-        t.a.device.index or 0, grid=(clusters * c.blocks, 1, 1), block=(128 * (c.consumers + 1), 1, 1), cluster=(c.blocks, 1, 1),
-        programmatic=True, shared_memory=shared_memory(p, c), tensor_maps=_maps(p, c, t, box_a))
-    tail = PARAMS.pack_scalars(scalars(p, t) | {
-        "tiles_m": tiles_m, "tiles_n": tiles_n, "tiles": tiles, "groups": p.batch, "batched_a": int(t.a.shape[0] > 1)})
     blank, pack, pointers = bytes(128 * len(PARAMS.tensor_maps)), PARAMS.pointer_packer.pack, addresses(p)
-    if p.op == "grouped_gemm":
-        return lambda t: launch(blank + pack(*pointers(t), t.ends.data_ptr()) + tail)
-    return lambda t: launch(blank + pack(*pointers(t), 0) + tail)
+
+    def prepared(scales_by_tma: bool) -> Callable[[Any], None]:
+        maps = [*_maps(p, c, t, box_a), *([_map_of_scales(p, c, t)] if scales_by_tma else [])]
+        launch = kernel.prepare(
+            t.a.device.index or 0, grid=(clusters * c.blocks, 1, 1), block=(128 * (c.consumers + 1), 1, 1), cluster=(c.blocks, 1, 1),
+            programmatic=True, shared_memory=shared_memory(p, c), tensor_maps=maps)
+        tail = PARAMS.pack_scalars(scalars(p, t) | {
+            "tiles_m": tiles_m, "tiles_n": tiles_n, "tiles": tiles, "groups": p.batch, "batched_a": int(t.a.shape[0] > 1),
+            "scales_by_tma": int(scales_by_tma)})
+        if p.op == "grouped_gemm":
+            return lambda t: launch(blank + pack(*pointers(t), t.ends.data_ptr()) + tail)
+        return lambda t: launch(blank + pack(*pointers(t), 0) + tail)
+
+    gather = prepared(False)
+    if not _scales_fit_tma(p, t):
+        return gather
+    by_tma = prepared(True)
+    return lambda t: gather(t) if t.scale_a.data_ptr() % 16 else by_tma(t)
+
+
+def _scales_fit_tma(problem: GemmProblem, t: Any) -> bool:
+    """May the copy engine bring scale_a, its address aside: rows one behind the other, everything else at multiples of 16 bytes?"""
+    if problem.scales != "block_128x128":
+        return False
+    batch, rows, blocks = t.scale_a.shape
+    strides = [stride for stride, extent in zip(t.scale_a.stride(), (batch, 0, blocks)) if extent > 1]
+    return (t.scale_a.stride(1) == 1 or rows == 1) and all(stride > 0 and stride % 4 == 0 for stride in strides)
+
+
+def _map_of_scales(problem: GemmProblem, config: Config, t: Any) -> Any:
+    return tensor_map("map_scales", "scale_a", t.scale_a.mT, (_box_of_scales(problem, config), 1), swizzled=False)
 
 
 def coverage() -> Iterable[tuple[GemmProblem, Config | None]]:

@@ -8,8 +8,8 @@ namespace kernelgen {
 // Strides are in elements. A batch entry is a group where rows or k are grouped.
 struct DenseSm90Params {
   // Boxes: a and b of one stage, out 64 rows of 128 bytes, and of what is left of a
-  // tile's row, which is not swizzled.
-  TensorMap map_a, map_b, map_out, map_rest;
+  // tile's row, which is not swizzled; scale_a for the rows of a tile.
+  TensorMap map_a, map_b, map_out, map_rest, map_scales;
   const void* a;
   const void* b;
   const void* out;
@@ -25,6 +25,7 @@ struct DenseSm90Params {
   int32_t groups;
   int32_t batched_a, batched_b;                                         // 0: one for all
   int32_t scale_a_row, scale_a_block, scale_b_column, scale_b_block;  // strides: 0 for one scale
+  int32_t scales_by_tma;                                              // map_scales exists
   float beta;
 };
 

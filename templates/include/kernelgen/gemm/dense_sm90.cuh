@@ -71,6 +71,7 @@ struct DenseSm90 : Options {
   static constexpr int kBlocks = kClusterM * kClusterN;
   static_assert(!kRowGroups || kBlocks == 1, "neighbouring tiles of groups share nothing");
   static_assert(kGrouping != Grouping::kDepth || !kPingpong, "each consumer skips as many stages as the other takes");
+  static_assert(!Options::kBlockScales || kDepth == 128 && kGrouping != Grouping::kDepth, "a step is a block of k");
   using Scales = typename scales_of_blocks<Options, Epilogue, kBlockM, Options::kBlockScales>::type;
   using Ring = Pipeline<kStages, kPingpong ? 4 : 4 * kConsumers, kBlocks, 1 + Scales::kFillers>;
 
@@ -118,11 +119,12 @@ struct DenseSm90 : Options {
     for (; tiles.find(p, index, tile); index += step) {
       if (!leader) continue;
       const int boxes_a = kRowGroups ? min(kBoxesA, ceil_div(tile.row_end - tile.m, kBoxA)) : kBoxesA;
-      const int bytes = kRowGroups ? TileA::kBytes / kBoxesA * boxes_a + TileB::kBytes : kStageBytes;
+      const int bytes = (kRowGroups ? TileA::kBytes / kBoxesA * boxes_a + TileB::kBytes : kStageBytes) + Scales::row_bytes(p);
       for (int k = tile.k_first; k < tile.k_end; k += kDepth) {
         ring.wait_empty(at);
         ring.expect(at, bytes);
         const uint32_t stage_a = shared + at.stage * kStageBytes, stage_b = stage_a + TileA::kBytes;
+        Scales::copy_rows(scales_of(shared, at.stage), p, ring.full(at.stage), tile, k / kDepth);
         // In both orders a row of the tile, or what is as much of a box, is 128 bytes.
 #pragma unroll
         for (int i = 0; i < kBoxesA; ++i) {
@@ -150,9 +152,20 @@ struct DenseSm90 : Options {
     typename Ring::Position at;
     OutputTile tile;
     for (; tiles.find(p, index, tile); index += step) {
+      if constexpr (Scales::kByTma) {
+        if (p.scales_by_tma) {
+          typename Scales::Columns columns;
+          for (int block = 0; block * kDepth < tile.k_end; ++block, at.advance()) {
+            if (block % kWarpSize == 0) Scales::load_columns(columns, p, tile, block);
+            ring.wait_empty(at);
+            Scales::write_columns(scales_of(shared, at.stage), columns, block % kWarpSize, ring.full(at.stage));
+          }
+          continue;
+        }
+      }
       for (int k = tile.k_first; k < tile.k_end; k += kDepth, at.advance()) {
         ring.wait_empty(at);
-        Scales::copy(scales_of(shared, at.stage), p, tile, k / kDepth);
+        Scales::gather(scales_of(shared, at.stage), p, tile, k / kDepth);
         cp_async_arrive(ring.full(at.stage));
       }
     }
@@ -248,7 +261,7 @@ struct DenseSm90 : Options {
     ring.wait_full(at);
     clear_others(p, tile, stage, k);
     multiply_unit(sums, stage, first_row, 0);
-    Scales::load(step, scales_of(shared, at.stage), first_row);
+    Scales::load(step, scales_of(shared, at.stage), p, tile, first_row);
   }
 
   // The step at `k`, whose first unit is under way in buffer kFirst; with kMore begins the one behind it, `next`.
@@ -387,7 +400,9 @@ struct DenseSm90 : Options {
     if (group == kConsumers) {
       give_registers<kProducerRegisters>();
       if (warp == 4 * kConsumers) produce(p, ring, shared, tiles, cluster, clusters, rank_m, rank_n);
-      if (Options::kBlockScales && warp == 4 * kConsumers + 1) produce_scales(p, ring, shared, tiles, cluster, clusters);
+      if constexpr (Options::kBlockScales) {
+        if (warp == 4 * kConsumers + 1) produce_scales(p, ring, shared, tiles, cluster, clusters);
+      }
     } else {
       take_registers<kConsumerRegisters>();
       consume(p, ring, shared, tiles, cluster, clusters, group);
