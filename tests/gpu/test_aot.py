@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(cache: Path, *words: str, **more: str) -> str:
-    environment = {**os.environ, "KERNELGEN_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT), **more}
+    path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH", "")) if p)
+    environment = {**os.environ, "KERNELGEN_CACHE_DIR": str(cache), "PYTHONPATH": path, **more}
     done = subprocess.run([sys.executable, "-m", *words], env=environment, text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
