@@ -121,7 +121,7 @@ def merged_with(broken: KernelSpec) -> Any:
 
     def made(plans: Any) -> Plan:
         whole = merged(plans)
-        return replace(whole, specs={broken: Need("broken"), **whole.specs})
+        return replace(whole, specs={broken: Need("broken", next(iter(whole.specs.values())).decision), **whole.specs})
 
     return made
 
