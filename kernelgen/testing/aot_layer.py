@@ -36,11 +36,14 @@ class Layer:
     def random(self, *shape: int) -> torch.Tensor:
         return (torch.randn(*shape) / 8).to(self.device, self.dtype)
 
-    def step(self, q_lens: list[int], kv_lens: list[int], *, moe: bool, on_device: bool = False) -> torch.Tensor:
-        """Queries of each request at the end of its keys. ``on_device``: the plan gets lengths there."""
+    def step(self, q_lens: list[int], kv_lens: list[int], *, moe: bool, on_device: str = "") -> torch.Tensor:
+        """Queries of each request at the end of its keys. ``on_device``: the plan gets the lengths of "keys", or of "all", there."""
         tokens, batch, width = sum(q_lens), len(q_lens), -(-max(kv_lens) // PAGE)  # one column where all are short
         ints = [torch.tensor(values, dtype=torch.int32) for values in (q_lens, kv_lens)]
-        plan_q, plan_kv = [t.to(self.device) for t in ints] if on_device else ints
+        plan_q = ints[0].to(self.device) if on_device == "all" else ints[0]
+        plan_kv = ints[1].to(self.device) if on_device else ints[1]
+        # The number of query rows sizes the launch: without their lengths on the host it has to be bounded.
+        bounds = kernelgen.GraphBounds(max_q_tokens=tokens, max_seq_k=max(kv_lens)) if on_device == "all" else None
         pages = torch.arange(batch * width, dtype=torch.int32).view(batch, width).to(self.device)
         table = PageTable.from_blocks(pages, plan_kv, PAGE)
         request = torch.repeat_interleave(torch.arange(batch), ints[0]).int().to(self.device)
@@ -52,7 +55,7 @@ class Layer:
         kernelgen.append_kv(self.cache, k, v, table, positions=positions, batch_indices=request)
         q = kernelgen.rope_append_kv(q, k, v, self.cache, table, positions=positions, batch_indices=request)
         plan = kernelgen.plan_attention(table, num_q_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=self.head_dim, q_lens=plan_q,
-                                        q_dtype=self.dtype)
+                                        q_dtype=self.dtype, cuda_graph_bounds=bounds)
         seen = plan.run(q, self.cache)
         assert isinstance(seen, torch.Tensor)
         h = kernelgen.rmsnorm(kernelgen.gemm(seen.view(tokens, -1), self.o.t()), self.norms[1], residual=residual)
@@ -77,8 +80,8 @@ def main(device: str, dtype: str, head_dim: str, *words: str) -> None:
     layer = Layer(device, getattr(torch, dtype), int(head_dim))
     for q_lens, kv_lens in STEPS:
         assert layer.step(q_lens, kv_lens, moe="moe" in words).isfinite().all(), (q_lens, kv_lens)
-    if device == "cuda":
-        assert layer.step(*STEPS[0], moe="moe" in words, on_device=True).isfinite().all()
+    for where in ("keys", "all") if device == "cuda" else ():
+        assert layer.step(*STEPS[0], moe="moe" in words, on_device=where).isfinite().all(), where
     layer.without_cache()
     compiled = [report.spec for report in build.reports() if report.compiled]
     assert not compiled, f"compiled {compiled}"
