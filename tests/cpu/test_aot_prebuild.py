@@ -39,8 +39,8 @@ def config_file(folder: Path, model_type: str, **changes: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("model_type, words", (("llama", ()), ("qwen3_moe", ("moe",))))
-def test_a_live_layer_loads_only_what_was_prebuilt(model_type: str, words: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type, layer", (("llama", "tiny_16"), ("qwen3_moe", "tiny_16_moe")))
+def test_a_live_layer_loads_only_what_was_prebuilt(model_type: str, layer: str, tmp_path: Path) -> None:
     """In a new process with KERNELGEN_JIT=0. The cache has other tests' kernels: what is loaded must be on prebuild's list.
 
     The run is recorded, and its manifest names the kernels that it loaded and no others.
@@ -51,7 +51,7 @@ def test_a_live_layer_loads_only_what_was_prebuilt(model_type: str, words: tuple
     listed = {row["path"] for row in report["kernels"]}
     manifest = tmp_path / "specs.jsonl"
     environment = {**os.environ, "KERNELGEN_JIT": "0", "KERNELGEN_RECORD": str(manifest), "PYTHONPATH": str(ROOT)}
-    live = subprocess.run([sys.executable, "-m", "kernelgen.testing.aot_layer", "cpu", "float32", "16", *words], env=environment, text=True,
+    live = subprocess.run([sys.executable, "-m", "kernelgen.testing.aot_layer", "cpu", "float32", layer], env=environment, text=True,
                           capture_output=True, check=False)
     assert live.returncode == 0, live.stderr
     loaded = json.loads(live.stdout)
