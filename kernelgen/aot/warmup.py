@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+import kernelgen
 from kernelgen import build
 from kernelgen.aot.calls import Service, service_calls
 from kernelgen.aot.manifest import read_manifest
@@ -25,6 +26,7 @@ from kernelgen.aot.plan import Plan, plan, plan_of
 from kernelgen.aot.report import WarmupReport, WarmupRow
 from kernelgen.cache.jobs import job_limit
 from kernelgen.cache.progress import many, quiet
+from kernelgen.dispatch.select import choose
 from kernelgen.errors import ArtifactMissingError, KernelgenError, SettingsError
 from kernelgen.launch.cuda import CudaKernel
 from kernelgen.launch.host import launcher
@@ -57,6 +59,7 @@ def warmup(
     target = target_of(place)
     wanted, notes, command = _wanted(model_or_manifest, target, service)
     chosen = time.perf_counter() - start
+    _first_choices(wanted, target)
     problem: KernelgenError | None = None
     try:
         launcher()
@@ -95,6 +98,14 @@ def _wanted(source: Any, target: Target, service: dict[str, Any]) -> tuple[Plan,
     made = plan(service_calls(model, Service(**{k: v for k, v in service.items() if v is not None})), [target], [target.sm_count])
     counts = "" if target.kind == "cpu" else f" --sm-count {target.sm_count}"
     return made, model.left_out, f"kernelgen prebuild --model {name}{' ' if options else ''}{options} --target {target.arch}{counts}"
+
+
+def _first_choices(wanted: Plan, target: Target) -> None:
+    """What a first call does before it has a kernel: the modules of the ops, and a choice of each kind, which is remembered."""
+    for name in kernelgen._PUBLIC:
+        getattr(kernelgen, name)
+    for need in wanted.specs.values():
+        choose(need.decision.problem, target)
 
 
 def _is_manifest(path: Path) -> bool:
