@@ -8,7 +8,7 @@ from typing import Any
 
 from kernelgen import build
 from kernelgen.dispatch.backends.base import Backend
-from kernelgen.errors import ToolchainMissing
+from kernelgen.errors import ArtifactMissingError, ToolchainMissing
 from kernelgen.kernels.base import Composition, KernelFamily, Steps, composition, families
 from kernelgen.settings import settings
 from kernelgen.specs import KernelSpec
@@ -101,7 +101,13 @@ class Generated(Backend):
             from kernelgen.aot.manifest import record
 
             record(path, problem, target, kernel, config)
-        return family.bind(problem, config, build.kernel(family.spec(problem, target, config)), tensors)
+        try:
+            loaded = build.kernel(family.spec(problem, target, config))
+        except ArtifactMissingError as error:
+            from kernelgen.aot.manifest import prebuild_command
+
+            raise error.with_command(prebuild_command(problem, target, kernel, config)) from None
+        return family.bind(problem, config, loaded, tensors)
 
 
 def _family(op: str, target: Target, name: str) -> KernelFamily:
