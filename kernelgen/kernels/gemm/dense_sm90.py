@@ -367,6 +367,9 @@ def coverage() -> Iterable[tuple[GemmProblem, Config | None]]:
     yield half, Config(2, 2, 128, 4, 1, 2)
     yield half, Config(2, 2, 128, 5, pingpong=True)
     yield base, Config(1, 3, 176, 4, slabs=1)
+    yield base, Config(1, 1, 128, 4, resident=2)
+    yield replace(base, m=512, n=576), Config(1, 2, 144, 5, split_k=8)
+    yield replace(base, activation="swiglu", out_dtype="fp32", accumulate_c=True, c_dtype="bf16"), Config(1, 2, 208, 4, split_k=4)
     yield replace(base, b_order="row", a_order="col"), Config(2, 2, 128, 4, 2, 1)
     yield replace(half, b_order="row", out_dtype="fp32"), Config(1, 2, 128, 4)
     yield replace(base, bias=True, bias_dtype="bf16", activation="silu"), Config(1, 2, 160, 5)
@@ -380,6 +383,7 @@ def coverage() -> Iterable[tuple[GemmProblem, Config | None]]:
     yield replace(fp8, a_dtype="e5m2", b_dtype="e5m2", out_dtype="fp32"), Config(1, 2, 128, 4)
     yield replace(fp8, scales="block_128x128"), Config(1, 2, 192, 4, parts=2)
     yield replace(fp8, scales="block_128x128", activation="swiglu"), Config(2, 2, 128, 3, parts=2)
+    yield replace(fp8, scales="block_128x128", activation="swiglu", gate_up="interleaved"), Config(1, 2, 128, 4, split_k=2)
     yield replace(fp8, scales="block_1x128", bias=True, bias_dtype="bf16"), Config(1, 2, 160, 5, parts=2)
 
 

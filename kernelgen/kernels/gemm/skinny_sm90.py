@@ -48,7 +48,7 @@ ENTRY = "gemm_skinny_sm90"
 MAX_ROWS = 1024  # of a; above it tiles of 128 rows fill the chip without shares of K
 _TOKENS = (8, 16, 32, 64, 128)
 _MOST_TOKENS = 256  # what a box has
-_MAX_SUMS = 192
+_MAX_SUMS = {1: 192, 2: 160, 4: 64}  # by warpgroups, which share the registers
 _RESERVED_SHARED_MEMORY = 1024  # per block, taken by the driver
 
 
@@ -120,7 +120,8 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
          f"config {c}: 1, 2 or 4 warpgroups, each with the same number of stages, two or more"),
         (c.split_k in (1, 2, 4, 8), f"config {c}: clusters of 1, 2, 4 or 8"),
         (not splits(problem) or problem.b_order == "col" or c.mma_m == 2, f"config {c}: rows of gate and up are loaded by 64 columns"),
-        (sums <= _MAX_SUMS, f"config {c} has {sums} accumulators per thread, expected at most {_MAX_SUMS}"),
+        (sums <= _MAX_SUMS.get(c.groups, 0),
+         f"config {c} has {sums} accumulators per thread, expected at most {_MAX_SUMS.get(c.groups, 0)}"),
         (shared <= target.shared_memory_per_block, f"config {c} needs {shared} bytes of shared memory, {target} has "
                                                    f"{target.shared_memory_per_block}"),
     )
