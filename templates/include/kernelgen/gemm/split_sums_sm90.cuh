@@ -83,7 +83,7 @@ struct SplitSums {
   // for the piece, which the block itself finishes.
   __device__ static void store(const float (&y)[2][4], const DenseSm90Params& p, const OutputTile& tile, int warp_row, int column,
                                uint32_t scratch) {
-    const int lane = lane_id(), outputs = Epilogue::kGated ? p.n / 2 : p.n;
+    const int lane = lane_id(), outputs = min(Epilogue::kGated ? p.n / 2 : p.n, tile.n + kOutputs);  // the next tile's are not ours
     if constexpr (sizeof(Out) == 2) {
       stmatrix_x4(scratch + lane % 16 * 32 + lane / 16 * 16, pack_pair<Out>(y[0][0], y[0][1]), pack_pair<Out>(y[0][2], y[0][3]),
                   pack_pair<Out>(y[1][0], y[1][1]), pack_pair<Out>(y[1][2], y[1][3]));
@@ -107,7 +107,7 @@ struct SplitSums {
       const int pair = lane % 4 * 2;
 #pragma unroll
       for (int t = 0; t < 2; ++t) {
-        Epilogue::store_directly(y[t], p, tile, warp_row + lane / 4, column + 8 * t + pair);
+        if (column + 8 * t < outputs) Epilogue::store_directly(y[t], p, tile, warp_row + lane / 4, column + 8 * t + pair);
       }
     }
   }
