@@ -56,7 +56,8 @@ def test_shares_of_k(config: Config, scales: str) -> None:
     for m, n, k in ((256, 384, 512), (37, 200, 1168), (300, 1000, 656), (130, 8, 1168)):
         for major in ("rr", "cc"):
             run(Product(m, n, k, scales=scales, scale_major=major), config)
-    run(Product(130, 768, 656, scales=scales, activation="swiglu", gate_up="interleaved", bias="bf16", c="fp32", beta=-0.5), config)
+    if config.block_n % 16 == 0:
+        run(Product(130, 768, 656, scales=scales, activation="swiglu", gate_up="interleaved", bias="bf16", c="fp32", beta=-0.5), config)
 
 
 @pytest.mark.parametrize("scales", RECIPES)

@@ -163,9 +163,9 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
          f"config {c}: up to 2 blocks of an SM, of one consumer each"),
         (c.block_n % 8 == 0 and 8 <= c.block_n <= 256, f"block_n {c.block_n}: WGMMA has 8 to 256 columns in steps of 8"),
         (c.consumers < 3 or c.block_n <= 192, f"block_n {c.block_n}: ptxas gives a product of three consumers 128 registers"),
+        (problem.a_order == "row" or c.block_m % (MMA_ROWS * c.cluster_n) == 0, f"config {c}: columns of a are loaded by 64 rows"),
         (problem.b_order == "col" or c.block_n % MMA_ROWS == 0, f"block_n {c.block_n}: rows of b are loaded by 64 columns"),
         (mn_boxes[0] % mn_boxes[1] == 0, f"block_n {c.block_n} does not fall into {boxes_b} boxes"),
-        (c.block_m // c.cluster_n <= 256, f"config {c}: a box has at most 256 rows"),
         (not problem.gated or c.block_n % 16 == 0, f"block_n {c.block_n}: a gate needs a multiple of 16"),
         (not (splits(problem) and problem.scales == "block_128x128") or half % math.gcd(c.block_n // 2, 128) == 0,
          f"block_n {c.block_n}: a scale's columns would end within a tile's of the up half, which begins at {half}"),
@@ -231,7 +231,7 @@ def _waves(problem: GemmProblem, target: Target, config: Config) -> int:
     """Of tiles. A cluster lies within a group of 16 or 18 SMs."""
     c, sms = config, target.sm_count or 132
     tiles_m, tiles_n = _tiles(problem, c)
-    clusters = max(1, (sms if c.blocks <= 2 else sms // 16 * 16) * c.resident // c.blocks)
+    clusters = max(1, sms * 10 // 11 * c.resident // c.blocks if c.blocks > 2 else sms * c.resident // c.blocks)
     return -(-tiles_m * tiles_n * problem.batch // clusters)
 
 
@@ -289,7 +289,7 @@ def grid(problem: GemmProblem, target: Target) -> Iterator[Config]:
             parts = 2 if promotes(problem) and mma_m * block_n > _SUMS_AT_ONCE else 1
             shared = (1, 2) if mma_m * consumers * MMA_ROWS >= block_n else (2, 1)  # by two blocks: the larger operand
             for split_k, resident, multicast in ((1, 1, (1, 1)), (2, 1, (1, 1)), (4, 1, (1, 1)), (8, 1, (1, 1)), (1, 2, (1, 1)),
-                                                 (1, 1, shared)):
+                                                 (2, 2, (1, 1)), (4, 2, (1, 1)), (1, 1, shared)):
                 stages = range(_MAX_STAGES, 1, -1)
                 configs = (Config(mma_m, consumers, block_n, n, *multicast, pingpong=pingpong, parts=parts, split_k=split_k,
                                   resident=resident, slabs=1 if consumers == 3 else 2) for n in stages)
@@ -340,7 +340,7 @@ def bind(problem: GemmProblem, config: Config, kernel: Any, tensors: GemmTensors
     """The closure of a repeated call: packs addresses, launches."""
     p, c = problem, config
     tiles_m, tiles_n = _tiles(p, c)
-    return closure(p, c, kernel, tensors, tiles_m, tiles_n, tiles_m * tiles_n * p.batch, c.block_m // c.cluster_n)
+    return closure(p, c, kernel, tensors, tiles_m, tiles_n, tiles_m * tiles_n * p.batch, min(MMA_ROWS, c.block_m // c.cluster_n))
 
 
 def closure(problem: GemmProblem, config: Config, kernel: Any, tensors: Any, tiles_m: int, tiles_n: int, tiles: int,
