@@ -245,15 +245,21 @@ def _cost(problem: GemmProblem, target: Target, measured: Measured) -> float:
     return max(tiles_time, memory) + tiles_time / 10
 
 
+def _ranked(problem: GemmProblem, target: Target) -> Iterator[Measured]:
+    """Legal ones, best guess first; judged one by one, as who asks mostly wants the first."""
+    ranked = sorted(MEASURED[kind_of_sums(problem)], key=lambda m: _cost(problem, target, m))
+    return (m for m in ranked if legal(problem, target, m.config))
+
+
 def estimate(problem: GemmProblem, target: Target) -> float:
-    """Microseconds that the first candidate is expected to take."""
-    return min((_cost(problem, target, m) for m in MEASURED[kind_of_sums(problem)] if legal(problem, target, m.config)), default=math.inf)
+    """Microseconds that the first candidate is expected to take; infinite where there is none."""
+    first = next(_ranked(problem, target), None)
+    return _cost(problem, target, first) if first else math.inf
 
 
 def candidates(problem: GemmProblem, target: Target) -> Iterator[Config]:
     """Legal configs, best guess first."""
-    fitting = [m for m in MEASURED[kind_of_sums(problem)] if legal(problem, target, m.config)]
-    yield from (m.config for m in sorted(fitting, key=lambda m: _cost(problem, target, m)))
+    return (m.config for m in _ranked(problem, target))
 
 
 # What a search looks at: (mma_m, consumers, pingpong, columns from, to, in steps of) by kind of sums.
