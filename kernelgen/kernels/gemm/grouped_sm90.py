@@ -12,7 +12,7 @@ from typing import Any
 from kernelgen.kernels.base import KernelFamily
 from kernelgen.kernels.gemm import dense_sm90
 from kernelgen.kernels.gemm.dense_sm90 import Config, closure, spec_of
-from kernelgen.kernels.gemm.sm90 import BLOCK_RECIPES, supports_common
+from kernelgen.kernels.gemm.sm90 import BLOCK_RECIPES, MMA_ROWS, supports_common
 from kernelgen.problems.gemm import GroupedGemmProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
@@ -38,7 +38,7 @@ def legal(problem: GroupedGemmProblem, target: Target, config: Config) -> Verdic
     """Does the config fit the problem and the target?"""
     c = config
     return dense_sm90.legal(problem, target, config) and first_no(
-        (c.blocks == 1, f"config {c}: neighbouring tiles of groups share nothing to multicast"),
+        (c.blocks == 1, f"config {c}: neighbouring tiles of groups share nothing to multicast, and K of each may differ"),
         # Two tiles' addresses and groups beside the sums: 92 - 336 bytes spilled with an epilogue.
         (not c.pingpong or c.mma_m * c.block_n <= 256 or not (problem.activation or problem.bias or problem.accumulate_c),
          f"config {c}: an epilogue leaves too few registers for {c.mma_m * c.block_n // 2} sums"),
@@ -76,7 +76,7 @@ def bind(
         tiles = (p.m + min(p.batch, p.m) * (c.block_m - 1)) // c.block_m * tiles_n
     else:
         tiles = p.batch * tiles_m * tiles_n
-    box_a = c.block_m if p.grouping == "k" else min(c.block_m, _BOX_ROWS)
+    box_a = MMA_ROWS if p.grouping == "k" else min(c.block_m, _BOX_ROWS)
     return closure(p, c, kernel, tensors, tiles_m, tiles_n, tiles, box_a)
 
 

@@ -47,7 +47,8 @@ PARAMS = ParamStruct((
 ENTRY = "gemm_skinny_sm90"
 MAX_ROWS = 1024  # of a; above it tiles of 128 rows fill the chip without shares of K
 _TOKENS = (8, 16, 32, 64, 128)
-_MAX_SUMS = 192
+_MOST_TOKENS = 256  # what a box has
+_MAX_SUMS = {1: 192, 2: 160, 4: 64}  # by warpgroups, which share the registers
 _RESERVED_SHARED_MEMORY = 1024  # per block, taken by the driver
 
 
@@ -111,7 +112,7 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
     sums += c.tokens // 4 if problem.scales in BLOCK_RECIPES else 0  # scales of a thread's rows of a
     shared = shared_memory(problem, c)
     return first_no(
-        (c.tokens % 8 == 0 and 8 <= c.tokens <= _TOKENS[-1], f"config {c}: expected a multiple of 8 rows, at most {_TOKENS[-1]}"),
+        (c.tokens % 8 == 0 and 8 <= c.tokens <= _MOST_TOKENS, f"config {c}: expected a multiple of 8 rows, at most {_MOST_TOKENS}"),
         (c.mma_m in (1, 2) and c.blocks_k >= 1, f"config {c}: 1 or 2 parts of at least one box"),
         # A warpgroup gives a stage back once it has the next one: with fewer than two each the ring would stand still. And a stage
         # stays with one warpgroup: another, which did not wait for its last filling, could take that for the next.
@@ -119,7 +120,8 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
          f"config {c}: 1, 2 or 4 warpgroups, each with the same number of stages, two or more"),
         (c.split_k in (1, 2, 4, 8), f"config {c}: clusters of 1, 2, 4 or 8"),
         (not splits(problem) or problem.b_order == "col" or c.mma_m == 2, f"config {c}: rows of gate and up are loaded by 64 columns"),
-        (sums <= _MAX_SUMS, f"config {c} has {sums} accumulators per thread, expected at most {_MAX_SUMS}"),
+        (sums <= _MAX_SUMS.get(c.groups, 0),
+         f"config {c} has {sums} accumulators per thread, expected at most {_MAX_SUMS.get(c.groups, 0)}"),
         (shared <= target.shared_memory_per_block, f"config {c} needs {shared} bytes of shared memory, {target} has "
                                                    f"{target.shared_memory_per_block}"),
     )
@@ -130,8 +132,7 @@ def _rounded(rows: int) -> int:
     return next((n for n in _TOKENS if n >= rows), _TOKENS[-1])
 
 
-def _configs(problem: GemmProblem) -> Iterator[Config]:
-    tokens = _rounded(problem.m)
+def _configs(problem: GemmProblem, tokens: int) -> Iterator[Config]:
     for mma_m, split_k, blocks_k, groups in product((1, 2), (1, 2, 4, 8), (2, 1), (1, 2)):
         one, two = (shared_memory(problem, Config(mma_m, tokens, stages, blocks_k, groups, split_k)) for stages in (32, 64))
         for budget in (109 << 10, 220 << 10):  # two blocks per SM, or one
@@ -235,7 +236,7 @@ def _cost(problem: GemmProblem, target: Target, config: Config) -> float:
 def _ranked(problem: GemmProblem, target: Target) -> list[Config]:
     """Legal configs, best guess first: winners in front of others, each by cost."""
     winners = [c for c in WINNERS[kind_of_sums(problem)] if c.tokens == _rounded(problem.m) and legal(problem, target, c)]
-    others = (c for c in dict.fromkeys(_configs(problem)) if c not in winners and legal(problem, target, c))
+    others = (c for c in dict.fromkeys(_configs(problem, _rounded(problem.m))) if c not in winners and legal(problem, target, c))
     return [*sorted(winners, key=lambda c: _cost(problem, target, c)), *sorted(others, key=lambda c: _cost(problem, target, c))]
 
 
@@ -248,6 +249,14 @@ def estimate(problem: GemmProblem, target: Target) -> float:
 def candidates(problem: GemmProblem, target: Target) -> Iterator[Config]:
     """Legal configs, best guess first."""
     yield from _ranked(problem, target)
+
+
+def grid(problem: GemmProblem, target: Target) -> Iterator[Config]:
+    """What tools/tune.py searches beside the candidates: tiles of other numbers of rows, in one row of tiles or a few."""
+    for rows in range(1, 5):
+        tokens = round_up(-(-problem.m // rows), 32 if problem.m > 64 else 8)
+        if tokens <= _MOST_TOKENS and tokens != _rounded(problem.m) and (rows == 1 or tokens >= 64):
+            yield from (c for c in dict.fromkeys(_configs(problem, tokens)) if legal(problem, target, c))
 
 
 def spec(problem: GemmProblem, target: Target, config: Config) -> KernelSpec:
@@ -301,5 +310,5 @@ def coverage() -> Iterable[tuple[GemmProblem, Config | None]]:
 
 FAMILY = KernelFamily(
     name="gemm/skinny_sm90", op="gemm", target_kind="cuda", toolchain="nvrtc", supports=supports, candidates=candidates,
-    legal=legal, spec=spec, bind=bind, coverage=coverage, capabilities=(90,),
+    legal=legal, spec=spec, bind=bind, coverage=coverage, capabilities=(90,), grid=grid,
 )
