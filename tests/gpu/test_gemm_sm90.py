@@ -20,6 +20,7 @@ from kernelgen.targets import target_of
 from kernelgen.tensors import GemmTensors
 from kernelgen.testing.data import poison_, random_tensor, seed_of
 from kernelgen.testing.gemm import operands, tensor_core_product
+from kernelgen.testing.moe_activations import CASES, run_activation
 from kernelgen.testing.tolerance import assert_bits_equal, assert_close_to_reference
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90")
@@ -124,6 +125,13 @@ def test_epilogue(activation: str | None, out_dtype: torch.dtype, bias_dtype: to
                           c_dtype=dtype_name(c_dtype) if c_dtype else None)
         for config in (Config(1, 2, 128, 4), Skinny(1, 128, 4, 1, 2, 2)):
             run(problem, config, a, b, f"{config} {activation} {m}x{n}x{k}", bias=bias, c=c, beta=-0.5)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]} {c[2]} {c[4]}")
+def test_activations_of_moe(case: tuple) -> None:
+    for config in (Config(1, 2, 128, 4), Config(2, 2, 128, 5, pingpong=True), Skinny(1, 32, 4, 2, 2, 2)):
+        family: Any = dense_sm90.FAMILY if isinstance(config, Config) else skinny_sm90.FAMILY
+        run_activation(case, BF16, family, target_of(CUDA), build.kernel, config, CUDA)
 
 
 @pytest.mark.parametrize("recipe", ("tensor", "row"))

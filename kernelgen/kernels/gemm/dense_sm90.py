@@ -43,7 +43,7 @@ PARAMS = ParamStruct((
         "c_batch", "c_row", "out_batch", "out_row", "bias_batch", "scale_a_batch", "scale_b_batch")),
     *((name, "i32") for name in (
         "m", "n", "k", "tiles_m", "tiles_n", "tiles", "groups", "batched_a", "batched_b", "scale_a_row", "scale_a_block",
-        "scale_b_column", "scale_b_block")), ("beta", "f32"),
+        "scale_b_column", "scale_b_block")), *((name, "f32") for name in ("beta", "alpha", "limit")),
 ), tensor_maps=("map_a", "map_b", "map_out", "map_rest"))
 ENTRY = "gemm_dense_sm90"
 

@@ -90,6 +90,10 @@ def coverage() -> Iterable[tuple[GroupedGemmProblem, Config | None]]:
     yield replace(depth, a_order="col", b_order="row", out_dtype="fp32", accumulate_c=True, c_dtype="fp32"), Config(1, 2, 128, 4)
     yield replace(depth, a_dtype="fp16", b_dtype="fp16"), Config(1, 1, 64, 8)
     yield replace(base, grouping="masked", a_order="col", b_order="row"), Config(2, 2, 128, 5, pingpong=True)
+    oai = replace(base, activation="swiglu_oai", bias=True, bias_dtype="bf16")
+    for gate_up in ("gate_first", "up_first", "interleaved"):
+        yield replace(oai, gate_up=gate_up), Config(1, 2, 192, 4)
+    yield replace(base, activation="relu2"), Config(1, 2, 128, 5)
     yield fp8, Config(1, 2, 192, 4, parts=2)
     yield replace(fp8, scales="block_1x128", grouping="masked"), Config(1, 2, 128, 5, parts=2)
     yield replace(fp8, scales="row"), Config(1, 1, 128, 8)

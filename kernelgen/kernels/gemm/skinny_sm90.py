@@ -42,7 +42,7 @@ PARAMS = ParamStruct((
         "c_batch", "c_row", "out_batch", "out_row", "bias_batch", "scale_a_batch", "scale_b_batch")),
     *((name, "i32") for name in (
         "m", "n", "k", "stages", "per_block", "batched_b", "scale_a_row", "scale_a_block", "scale_b_column", "scale_b_block")),
-    ("beta", "f32"),
+    *((name, "f32") for name in ("beta", "alpha", "limit")),
 ), tensor_maps=("map_a", "map_b"))
 ENTRY = "gemm_skinny_sm90"
 MAX_ROWS = 1024  # of a; above it tiles of 128 rows fill the chip without shares of K
@@ -292,6 +292,7 @@ def coverage() -> Iterable[tuple[GemmProblem, Config | None]]:
     yield replace(base, activation="swiglu", a_dtype="fp16", b_dtype="fp16", out_dtype="fp32"), Config(1, 16, 8, 2, 4, 2)
     yield replace(base, activation="geglu", gate_up="up_first", b_order="row"), Config(2, 16, 4, 2, 1, 1)
     yield replace(base, activation="swiglu", gate_up="interleaved", accumulate_c=True, c_dtype="bf16"), Config(1, 32, 6, 1, 2, 8)
+    yield replace(base, activation="swiglu_oai", gate_up="interleaved", bias=True, bias_dtype="bf16"), Config(1, 16, 8, 2, 2, 2)
     fp8 = replace(base, a_dtype="e4m3", b_dtype="e4m3", scales="row")
     yield fp8, Config(1, 16, 6, 2, 2, 2)
     yield replace(fp8, accumulate="fast", scales="tensor"), Config(2, 64, 4, 1, 2, 1)

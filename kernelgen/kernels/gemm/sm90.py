@@ -9,7 +9,7 @@ import torch
 
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.gemm.gemm_mma import ACTIVATION_NAMES, gate_name
-from kernelgen.problems.gemm import ACTIVATIONS, GemmProblem
+from kernelgen.problems.gemm import MORE_ACTIVATIONS, GemmProblem
 from kernelgen.targets import Target
 from kernelgen.verdicts import Verdict, first_no
 
@@ -59,7 +59,7 @@ def supports_common(problem: GemmProblem, target: Target, name: str) -> Verdict:
         (p.out_dtype in _OUTPUTS, f"out dtype {p.out_dtype} is not one of {', '.join(_OUTPUTS)}"),
         (p.bias_dtype in (None, *_OUTPUTS), f"bias dtype {p.bias_dtype} is not one of {', '.join(_OUTPUTS)}"),
         (p.c_dtype in (None, *_OUTPUTS), f"c dtype {p.c_dtype} is not one of {', '.join(_OUTPUTS)}"),
-        (p.activation is None or p.activation in ACTIVATIONS, f"activation {p.activation} is not in {name}"),
+        (p.activation is None or p.activation in MORE_ACTIVATIONS, f"activation {p.activation} is not in {name}"),
         (p.scales in (None, "tensor", "row", *BLOCK_RECIPES) and p.out_scale is None,
          f"scales={p.scales}, out_scale={p.out_scale} are not in {name}"),
         (p.weight_format is None, f"packed {p.weight_format} weights are not in {name}"),
@@ -76,7 +76,7 @@ def options(problem: GemmProblem, columns: int, **config: Any) -> dict[str, Any]
     p = problem
     return dict(
         element=p.a_dtype, out=DTYPES[p.out_dtype].cuda, bias_type=DTYPES[p.bias_dtype or p.out_dtype].cuda,
-        c_type=DTYPES[p.c_dtype or p.out_dtype].cuda, activation=ACTIVATION_NAMES[p.activation], gate=gate_name(p),
+        c_type=DTYPES[p.c_dtype or p.out_dtype].cuda, activation=ACTIVATION_NAMES[p.activation], gate=gate_name(p), clamped=p.clamped,
         row_a=p.a_order == "row", row_b=p.b_order == "row", bias=p.bias, accumulate=p.accumulate_c, scales=p.scales in ("tensor", "row"),
         block_scales=p.scales in BLOCK_RECIPES, scale_columns=BLOCK_RECIPES.get(p.scales or "", 1), promote=promotes(p),
         mma_columns=str(columns),
@@ -101,7 +101,8 @@ def scalars(problem: GemmProblem, t: Any) -> dict[str, int | float]:
     return {
         "c_batch": _stride(t.c, 0), "c_row": t.c.stride(1) if t.c is not None else 0, "out_batch": t.out.stride(0),
         "out_row": t.out.stride(1), "bias_batch": _stride(t.bias, 0) if t.bias is not None and t.bias.dim() == 2 else 0,
-        "m": p.m, "n": p.n, "k": p.k, "batched_b": int(t.b.shape[0] > 1), "beta": t.beta,
+        "m": p.m, "n": p.n, "k": p.k, "batched_b": int(t.b.shape[0] > 1), "beta": t.beta, "alpha": t.alpha,
+        "limit": t.limit,
         "scale_a_batch": _stride(t.scale_a, 0), "scale_a_row": _stride(t.scale_a, 1), "scale_a_block": _stride(t.scale_a, 2),
         "scale_b_batch": _stride(t.scale_b, 0), "scale_b_block": _stride(t.scale_b, 1), "scale_b_column": _stride(t.scale_b, 2),
     }

@@ -67,6 +67,7 @@ def test_epilogues_do_not_spill(family: Any, base: GemmProblem) -> None:
     """The largest tiles, with what takes most registers beside them."""
     configs = sorted((m.config for m in dense_sm90.MEASURED["plain"]), key=lambda c: -c.mma_m * c.block_n)[:4]
     problems = (base, replace(base, activation="swiglu", gate_up="interleaved"),
+                replace(base, activation="swiglu_oai", gate_up="interleaved", bias=True, bias_dtype="bf16"),
                 replace(base, activation="silu", bias=True, bias_dtype="bf16"))
     specs = [family.spec(p, H200, c) for p in problems for c in configs if family.legal(p, H200, c)]
     assert len(specs) >= 8

@@ -94,6 +94,10 @@ struct DenseEpilogue {
     }
   }
 
+  __device__ static float gated(const DenseSm90Params& p, float gate, float up) {
+    return activate_gate<Options::kActivation, Options::kClamped>(gate, up, p.alpha, p.limit);
+  }
+
   // Of the eight outputs from `column` on, those of this thread: y[0], y[1] of its upper row, y[2], y[3] of the lower one.
   __device__ static void outputs(float (&y)[4], const float (&sums)[kSums], const DenseSm90Params& p, const Extras& extras, int tile,
                                  int first_output) {
@@ -104,7 +108,7 @@ struct DenseEpilogue {
       product(gate, sums + 4 * tile, p, extras, column + (up_first ? half : 0));
       product(up, sums + 4 * tile + kSums / 2, p, extras, column + (up_first ? 0 : half));
 #pragma unroll
-      for (int i = 0; i < 4; ++i) y[i] = activate<Options::kActivation>(gate[i]) * up[i];
+      for (int i = 0; i < 4; ++i) y[i] = gated(p, gate[i], up[i]);
     } else if constexpr (kGated) {
       // Product tiles 2 tile and 2 tile + 1 give this lane outputs `pair` and 4 + `pair` of the eight.
       float low[4], high[4], z[2][2];
@@ -112,8 +116,8 @@ struct DenseEpilogue {
       product(high, sums + 8 * tile + 4, p, extras, 2 * (first_output + 8 * tile) + 8 + 2 * pair);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        z[0][r] = activate<Options::kActivation>(low[2 * r]) * low[2 * r + 1];
-        z[1][r] = activate<Options::kActivation>(high[2 * r]) * high[2 * r + 1];
+        z[0][r] = gated(p, low[2 * r], low[2 * r + 1]);
+        z[1][r] = gated(p, high[2 * r], high[2 * r + 1]);
       }
       const int source = lane_id() / 4 * 4 + 2 * pair % 4;
 #pragma unroll

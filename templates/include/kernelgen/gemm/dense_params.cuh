@@ -25,7 +25,7 @@ struct DenseSm90Params {
   int32_t groups;
   int32_t batched_a, batched_b;                                         // 0: one for all
   int32_t scale_a_row, scale_a_block, scale_b_column, scale_b_block;  // strides: 0 for one scale
-  float beta;
+  float beta, alpha, limit;  // alpha, limit: of activations that have them
 };
 
 }  // namespace kernelgen

@@ -34,7 +34,7 @@ namespace kernelgen {
 
 // `Options` is the rendered file's struct of compile-time constants: Element (of a, b), Out, Bias, C; kMmaM, kConsumers, kBlockN, kParts,
 // kStages, kSlabs, kClusterM, kClusterN, kBandRows, kPingpong; kRowA, kRowB (row order); kTmaOut (out goes through shared memory); kBias, kActivation,
-// kGate, kAccumulate, kScales, kPromote, kBlockScales, kScaleColumns (of b, that share a scale of blocks), kGrouping
+// kGate, kClamped, kAccumulate, kScales, kPromote, kBlockScales, kScaleColumns (of b, that share a scale of blocks), kGrouping
 template <class Options>
 struct DenseSm90 : Options {
   using T = typename Options::Element;
