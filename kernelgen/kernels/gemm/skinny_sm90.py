@@ -12,6 +12,7 @@ from itertools import product
 from typing import Any
 
 from kernelgen.kernels.base import KernelFamily
+from kernelgen.kernels.gemm.requantize import Requantization
 from kernelgen.kernels.gemm.sm90 import (
     BLOCK_RECIPES,
     MMA_ROWS,
@@ -22,10 +23,13 @@ from kernelgen.kernels.gemm.sm90 import (
     kind_of_sums,
     options,
     promotes,
+    quantized,
+    requantized,
     round_up,
     scalars,
     splits,
     supports_common,
+    unquantized,
     words,
 )
 from kernelgen.kernels.tensor_map import tensor_map
@@ -250,8 +254,15 @@ def candidates(problem: GemmProblem, target: Target) -> Iterator[Config]:
     yield from _ranked(problem, target)
 
 
+def _requantization(problem: GemmProblem, target: Target) -> Requantization | None:
+    return Requantization.of(problem, target, problem.batch, problem.m) if problem.out_scale else None
+
+
 def spec(problem: GemmProblem, target: Target, config: Config) -> KernelSpec:
     """The specialisation: dtypes, orders, epilogue and config; no extents."""
+    quantize = _requantization(problem, target)
+    if quantize:
+        return requantized(spec(unquantized(problem), target, config), quantize)
     p, c = problem, config
     parameters = options(
         p, c.tokens, mma_m=c.mma_m, tokens=c.tokens, stages=c.stages, blocks_k=c.blocks_k, groups=c.groups, split_k=c.split_k,
@@ -264,6 +275,10 @@ def spec(problem: GemmProblem, target: Target, config: Config) -> KernelSpec:
 
 def bind(problem: GemmProblem, config: Config, kernel: Any, tensors: GemmTensors) -> Callable[[GemmTensors], None]:
     """The closure of a repeated call: packs addresses, launches."""
+    quantize = _requantization(problem, kernel.spec.target)
+    if quantize:
+        return quantized(problem, tensors, quantize.bind(kernel, tensors, pitch=round_up(problem.outputs, 4)),
+                         lambda p, t: bind(p, config, kernel, t))
     p, c, t = problem, config, tensors
     k, major_b = depth(p), p.b_order == "col"
     stages, per_block = _split(p, c)
@@ -298,6 +313,7 @@ def coverage() -> Iterable[tuple[GemmProblem, Config | None]]:
     yield replace(fp8, accumulate="fast", scales="tensor"), Config(2, 64, 4, 1, 2, 1)
     yield replace(fp8, scales="block_128x128", activation="swiglu"), Config(1, 16, 6, 2, 2, 2)
     yield replace(fp8, scales="block_1x128", m=64), Config(2, 64, 4, 1, 1, 4)
+    yield replace(fp8, out_dtype="e4m3", out_scale="row"), Config(1, 16, 6, 2, 2, 2)
 
 
 FAMILY = KernelFamily(
