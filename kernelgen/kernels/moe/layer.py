@@ -104,7 +104,8 @@ def _codes(up: GroupedGemmProblem, p: MoeProblem) -> GroupedGemmProblem:
 
 
 def writes_codes(problem: MoeProblem, target: Target) -> bool:
-    """Whether up quantises the hidden rows in its epilogue: of scales of blocks, on Hopper, where tiles of 128 outputs fill the chip."""
+    """Whether up quantises the hidden rows in its epilogue: of scales of blocks, on Hopper, where tiles of 128 outputs fill the chip
+    (H200, 2026-11-30: 128 tiles of 8 rows took 60 us, in 16 bits and quantised 61; results/tried/h200_moe_codes.json)."""
     p = problem
     if _recipes(p)[1] != "block_1x128" or target.kind != "cuda" or target.capability != 90:
         return False
@@ -112,7 +113,7 @@ def writes_codes(problem: MoeProblem, target: Target) -> bool:
 
     up = _codes(_product(p, 0), p)
     tiles = min(p.slots, p.experts) * -(-p.intermediate // 128)
-    return tiles >= (target.sm_count or _SMS) and bool(grouped_sm90.supports(up, target)) and any(grouped_sm90.candidates(up, target))
+    return tiles >= 0.9 * (target.sm_count or _SMS) and bool(grouped_sm90.supports(up, target)) and any(grouped_sm90.candidates(up, target))
 
 
 def _shared(p: MoeProblem, index: int) -> GemmProblem:
