@@ -13,7 +13,7 @@ from kernelgen.kernels.base import KernelFamily
 from kernelgen.kernels.gemm import dense_sm90
 from kernelgen.kernels.gemm.dense_sm90 import Config, closure, spec_of
 from kernelgen.kernels.gemm.requantize import Requantization
-from kernelgen.kernels.gemm.sm90 import BLOCK_RECIPES, quantizes, requantized, round_up, supports_common, unquantized
+from kernelgen.kernels.gemm.sm90 import BLOCK_RECIPES, promotes, quantizes, requantized, round_up, supports_common, unquantized
 from kernelgen.problems.gemm import GroupedGemmProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
@@ -43,6 +43,8 @@ def legal(problem: GroupedGemmProblem, target: Target, config: Config) -> Verdic
         # Two tiles' addresses and groups beside the sums: 92 - 336 bytes spilled with an epilogue.
         (not c.pingpong or c.mma_m * c.block_n <= 256 or not (problem.activation or problem.bias or problem.accumulate_c),
          f"config {c}: an epilogue leaves too few registers for {c.mma_m * c.block_n // 2} sums"),
+        # 68 - 76 bytes.
+        (c.mma_m == 1 or promotes(problem) or not quantizes(problem), f"config {c}: results on their way to codes do not fit beside the sums"),
         (problem.grouping != "k" or not c.pingpong, f"config {c}: consumers that take turns need the same depth"),
     )
 
@@ -111,6 +113,7 @@ def coverage() -> Iterable[tuple[GroupedGemmProblem, Config | None]]:
     quantized = replace(fp8, activation="swiglu", out_dtype="e4m3", out_scale="block_1x128")
     yield quantized, Config(1, 2, 256, 4, parts=4)
     yield replace(quantized, grouping="masked", gate_up="interleaved"), Config(1, 2, 256, 4, parts=4)
+    yield replace(quantized, activation=None, scales="block_1x128"), Config(1, 2, 128, 5, parts=2)
     yield replace(quantized, out_scale="row"), Config(1, 2, 192, 4, parts=2)
     yield replace(fp8, scales="tensor", grouping="k", batched_b=False), Config(1, 2, 128, 6)
 

@@ -69,7 +69,8 @@ def test_epilogues_do_not_spill(family: Any, base: GemmProblem) -> None:
     configs = sorted((m.config for m in dense_sm90.MEASURED["plain"]), key=lambda c: -c.mma_m * c.block_n)[:4]
     problems = (base, replace(base, activation="swiglu", gate_up="interleaved"),
                 replace(base, activation="swiglu_oai", gate_up="interleaved", bias=True, bias_dtype="bf16"),
-                replace(base, activation="silu", bias=True, bias_dtype="bf16"))
+                replace(base, activation="silu", bias=True, bias_dtype="bf16"),
+                replace(base, activation="swiglu_oai", bias=True, bias_dtype="bf16", out_dtype="e4m3", out_scale="block_1x128"))
     specs = [family.spec(p, H200, c) for p in problems for c in configs if family.legal(p, H200, c)]
     assert len(specs) >= 8
     for name, report in compiled(specs).items():

@@ -10,8 +10,8 @@
 // of one half and then the same of the other, which one thread holds at the same place; where they alternate they are neighbours in
 // one thread, and results change lanes to lie in pairs.
 //
-// Codes of fp8 (kQuantize) take two walks over the registers, which hold the results in between: for the largest magnitude of a row's
-// 128 columns, which lie in one quad of lanes, and for the codes.
+// Codes of fp8 (kQuantize) take two walks over the results of a row's 128 columns, which lie in one quad of lanes: for the largest
+// magnitude, and for the codes.
 #pragma once
 
 #include <kernelgen/activation/activations.cuh>
@@ -246,7 +246,10 @@ struct DenseEpilogue {
     slab = slab + 1 == Options::kSlabs ? 0 : slab + 1;
   }
 
-  // The results of 64 rows as codes with a scale for 128 of a row; `sums` become the results.
+  // The results of 64 rows as codes with a scale for 128 of a row. InPlace: they take the place of their sums, behind those that are still
+  // to be read. That saves registers, but of two products one below the other, in the tensor core's own sums, ptxas then takes
+  // them for unfinished ("serialized" in its log).
+  template <bool InPlace>
   __device__ void quantize_rows(const DenseSm90Params& p, const OutputTile& tile, float (&sums)[kSums], int first_row) {
     using Rows = QuantizedRows<Out>;
     static_assert(kSlabColumns == kColumnsOfScale && kOutputs % kColumnsOfScale == 0, "a slab has the columns of one scale");
@@ -256,16 +259,18 @@ struct DenseEpilogue {
 #pragma unroll
     for (int block = 0; block < kOutputs; block += kColumnsOfScale) {
       uint32_t amax[2] = {0, 0};
+      float own[InPlace ? 1 : kColumnsOfScale / 2];
+      float* results = InPlace ? sums + block / 2 : own;
 #pragma unroll
-      for (int eight = block / 8; eight < (block + kColumnsOfScale) / 8; ++eight) {
+      for (int eight = 0; eight < kColumnsOfScale / 8; ++eight) {
         float y[4];
-        outputs(y, sums, p, extras, eight, tile.n);
-        const int at = tile.n + 8 * eight + lane_id() % 4 * 2;
+        outputs(y, sums, p, extras, block / 8 + eight, tile.n);
+        const int at = tile.n + block + 8 * eight + lane_id() % 4 * 2;
         if constexpr (Options::kAccumulate) add_c(y, p, tile, row, at);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          sums[4 * eight + i] = at + i % 2 < outputs_end ? y[i] : 0.0f;  // behind its own sums, which nobody needs any more
-          amax[i / 2] = larger_magnitude(amax[i / 2], sums[4 * eight + i]);
+          results[4 * eight + i] = at + i % 2 < outputs_end ? y[i] : 0.0f;
+          amax[i / 2] = larger_magnitude(amax[i / 2], results[4 * eight + i]);
         }
       }
       const float upper = fp8_scale(largest_of_quad(amax[0]), Rows::kLargest), lower = fp8_scale(largest_of_quad(amax[1]), Rows::kLargest);
@@ -278,10 +283,7 @@ struct DenseEpilogue {
       const uint32_t address = begin_slab();
 #pragma unroll
       for (int column = 0; column < kColumnsOfScale; column += 16) {
-        float y[2][4];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) y[i / 4][i % 4] = sums[(block + column) / 2 + i];
-        Rows::to_slab(address, column, y[0], y[1], by_upper, by_lower);
+        Rows::to_slab(address, column, results + column / 2, by_upper, by_lower);
       }
       end_slab(address, p, tile, first_row, block);
     }
@@ -331,7 +333,7 @@ struct DenseEpilogue {
       const int first = first_row + m * kMmaRows;
       if (first >= tile.row_end) continue;
       if constexpr (Options::kQuantize) {
-        quantize_rows(p, tile, sums[m], first);
+        quantize_rows<MmaM == 1 || Options::kPromote>(p, tile, sums[m], first);
       } else {
         run_rows(p, tile, sums[m], first);
       }

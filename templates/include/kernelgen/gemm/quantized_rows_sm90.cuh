@@ -48,13 +48,12 @@ struct QuantizedRows {
     return codes;
   }
 
-  // Sixteen columns of two rows of the warp's 16 into a slab of 128-byte rows. `low`, `high`: a lane's values of the first and of the
-  // other eight columns, y[0], y[1] of the upper row, y[2], y[3] of the lower one. Neighbouring lanes exchange what they have of one
-  // eight, so that each has four columns in a word.
-  __device__ static void to_slab(uint32_t slab, int column, const float (&low)[4], const float (&high)[4], const Divisor& upper,
-                                 const Divisor& lower) {
-    const uint32_t first = pair(upper.divide(low[0]), upper.divide(low[1])) | pair(lower.divide(low[2]), lower.divide(low[3])) << 16;
-    const uint32_t second = pair(upper.divide(high[0]), upper.divide(high[1])) | pair(lower.divide(high[2]), lower.divide(high[3])) << 16;
+  // Sixteen columns of two rows of the warp's 16 into a slab of 128-byte rows. A lane has y[0 .. 3] of the first eight columns, two of the
+  // upper row and then two of the lower one, and y[4 .. 7] of the other eight. Neighbouring lanes exchange what they have of one eight,
+  // so that each has four columns in a word.
+  __device__ static void to_slab(uint32_t slab, int column, const float* y, const Divisor& upper, const Divisor& lower) {
+    const uint32_t first = pair(upper.divide(y[0]), upper.divide(y[1])) | pair(lower.divide(y[2]), lower.divide(y[3])) << 16;
+    const uint32_t second = pair(upper.divide(y[4]), upper.divide(y[5])) | pair(lower.divide(y[6]), lower.divide(y[7])) << 16;
     const int lane = lane_id();
     const bool odd = lane % 2;
     const uint32_t kept = odd ? second : first, others = __shfl_xor_sync(kFullWarp, odd ? first : second, 1);
