@@ -37,9 +37,9 @@ class Rule:
 # Rows of a up to which skinny_sm90 is the better Hopper product whatever the estimate of the other says, which knows tiles and not how
 # much of b is on its way (H200, 2026-11-30: at 8 rows its choices took 1.3 - 1.7 x the time). And columns of b from which it is worse for
 # more than 128 rows (192 - 512 rows: best for 576 and 2112 columns, never for 4096).
-# Of many small products in a batch dense_sm90 is the better one sooner (64 rows: 9.0 us and 9.7, 8.7 and 9.1; 8 rows: 7.3 and 6.2, 6.8
-# and 6.2; tools/bench/results/tried/h200_batched.json); between 8 and 64 rows the limit is a guess.
-FEW_ROWS, FEW_COLUMNS, FEW_ROWS_OF_MANY = 64, 4096, 16
+# Of many small products in a batch dense_sm90 is the better one sooner (64 rows: 9.0 us for 9.7, 8.7 for 9.1; 32 rows: 7.7 and 7.4, 7.7 and
+# 7.3; tools/bench/results/tried/h200_batched.json).
+FEW_ROWS, FEW_COLUMNS, FEW_ROWS_OF_MANY = 64, 4096, 32
 
 
 def _nothing_masked(p: Any) -> bool:

@@ -211,10 +211,9 @@ MEASURED: dict[str, tuple[Measured, ...]] = {
     ),
 }
 
-# Beside them, for an output with a scale for 128 of a row, which a tile must hold: 256 columns of b where it is gated. "blocks" in groups
-# (2026-11-30, results/tried/h200_moe_codes.json; the last, for scales of single columns, estimated), "promoted" estimated from those.
+# Beside them, for an output with a scale for 128 of a row, which a tile must hold: 256 columns of b where it is gated. In groups, with
+# swiglu (2026-11-30, results/tried/h200_moe_codes.json); the last, for scales of single columns, is estimated.
 QUANTIZING: dict[str, tuple[Measured, ...]] = {
-    "promoted": (Measured(Config(1, 2, 256, 4, parts=4), 0.84, 2.6), Measured(Config(1, 1, 256, 5, parts=4), 0.46, 2.6)),
     "blocks": (Measured(Config(1, 2, 256, 4, parts=4), 1.00, 1.4), Measured(Config(1, 2, 256, 4, parts=8, slabs=1), 1.27, 2.4),
                Measured(Config(1, 1, 256, 5, parts=4), 0.55, 2.7), Measured(Config(1, 2, 128, 5, parts=2), 0.53, 0.7)),
 }

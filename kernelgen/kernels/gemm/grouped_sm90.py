@@ -44,7 +44,8 @@ def legal(problem: GroupedGemmProblem, target: Target, config: Config) -> Verdic
         (not c.pingpong or c.mma_m * c.block_n <= 256 or not (problem.activation or problem.bias or problem.accumulate_c),
          f"config {c}: an epilogue leaves too few registers for {c.mma_m * c.block_n // 2} sums"),
         # 68 - 76 bytes.
-        (c.mma_m == 1 or promotes(problem) or not quantizes(problem), f"config {c}: results on their way to codes do not fit beside the sums"),
+        (c.mma_m == 1 or promotes(problem) or not quantizes(problem),
+         f"config {c}: results on their way to codes do not fit beside the sums"),
         (problem.grouping != "k" or not c.pingpong, f"config {c}: consumers that take turns need the same depth"),
     )
 

@@ -247,7 +247,8 @@ def _short_ring(problem: GemmProblem) -> Config:
     four at most (results/tried/h200_batched.json: within 2 % of the best; the longest ring that leaves room for a second block took up to
     1.6 x the time)."""
     steps = -(-problem.k // depth(problem))
-    return Config(1, _rounded(problem.m), 2, 2) if steps == 2 else Config(1, _rounded(problem.m), min(4, max(2, steps)))
+    tokens = _rounded(problem.m)
+    return Config(1, tokens, 2, 2) if steps == 2 and tokens == 8 else Config(1, tokens, min(4, max(2, steps)))
 
 
 def _ranked(problem: GemmProblem, target: Target) -> list[Config]:

@@ -264,6 +264,7 @@ struct DenseEpilogue {
 #pragma unroll
       for (int eight = 0; eight < kColumnsOfScale / 8; ++eight) {
         float y[4];
+        if constexpr (Options::kBias || Options::kScales) __syncwarp();  // or ptxas loads the biases of all eights at once, and spills
         outputs(y, sums, p, extras, block / 8 + eight, tile.n);
         const int at = tile.n + block + 8 * eight + lane_id() % 4 * 2;
         if constexpr (Options::kAccumulate) add_c(y, p, tile, row, at);
