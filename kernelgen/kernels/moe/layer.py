@@ -110,10 +110,12 @@ def writes_codes(problem: MoeProblem, target: Target) -> bool:
     if _recipes(p)[1] != "block_1x128" or target.kind != "cuda" or target.capability != 90:
         return False
     from kernelgen.kernels.gemm import grouped_sm90
+    from kernelgen.kernels.gemm.sm90 import quantizes
 
     up = _codes(_product(p, 0), p)
     tiles = min(p.slots, p.experts) * -(-p.intermediate // 128)
-    return tiles >= 0.9 * (target.sm_count or _SMS) and bool(grouped_sm90.supports(up, target)) and any(grouped_sm90.candidates(up, target))
+    runs = quantizes(up) and grouped_sm90.supports(up, target) and any(grouped_sm90.candidates(up, target))
+    return bool(runs) and tiles >= 0.9 * (target.sm_count or _SMS)
 
 
 def _shared(p: MoeProblem, index: int) -> GemmProblem:
