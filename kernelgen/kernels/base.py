@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
@@ -71,15 +71,16 @@ class Composition:
 
     name, op    as of a KernelFamily
     supports    (problem, target) -> Verdict: what the steps cannot be asked
-    steps       (problem) -> (name of the step, its problem) in the order in which they run
-    bind        (problem, prepare, tensors) -> run(tensors), with prepare(name of a step, its tensors) -> run of that step
+    steps       (problem, target) -> (name of the step, its problem) in the order in which they run
+    bind        (problem, names, prepare, tensors) -> run(tensors), with the names of the steps, and prepare(one of them, its tensors)
+                -> run of that step
     """
 
     name: str
     op: str
     supports: Callable[[Any, Target], Verdict]
-    steps: Callable[[Any], tuple[tuple[str, Any], ...]]
-    bind: Callable[[Any, Callable[[str, Any], Callable[[Any], Any]], Any], Callable[[Any], None]]
+    steps: Callable[[Any, Target], tuple[tuple[str, Any], ...]]
+    bind: Callable[[Any, Sequence[str], Callable[[str, Any], Callable[[Any], Any]], Any], Callable[[Any], None]]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from kernelgen.kernels.gemm.dense_sm90 import Config
 from kernelgen.targets import target_of
 from kernelgen.testing.grouped_products import Grouped, run_grouped
 from kernelgen.testing.mma_products import Product
+from kernelgen.testing.moe_activations import CASES, run_activation
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
 
@@ -81,6 +82,12 @@ def test_epilogues(grouping: str, activation: str, gate_up: str) -> None:
             continue
         product = Product(56, 256, 256, a, scales=scales, activation=activation, gate_up=gate_up, bias="fp32", c="bf16", beta=0.5)
         run(filled(grouping, (30, 0, 150, 1), product), PROMOTED[SQUARE] if scales else SQUARE)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]} {c[2]} {c[4]}")
+def test_activations_of_moe(case: tuple) -> None:
+    for config in (WIDE, SQUARE, TALL, THREE):
+        run_activation(case, torch.bfloat16, FAMILY, target_of("cuda"), build.kernel, config, "cuda")
 
 
 @pytest.mark.parametrize("grouping", ("rows", "masked", "k"))

@@ -114,6 +114,24 @@ class GroupedCase:
         return f"grouped[{self.recipe} {self.form} groups={self.groups} rows={self.rows} n={self.n} k={self.k}]"
 
 
+@dataclass(frozen=True)
+class BatchedCase:
+    """``batch`` products, as MLA absorbs its weights: one for each head, whose rows lie between those of the other heads, (M, batch, K).
+
+    b_order  "row": weights (batch, K, N); "col": (batch, N, K)
+    """
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    b_order: str
+    recipe: str = "bf16"
+
+    def __str__(self) -> str:
+        return f"gemm[{self.recipe} batch={self.batch} m={self.m} n={self.n} k={self.k} {self.b_order}]"
+
+
 class Operands(NamedTuple):
     """``scale_a_rows``: scale_a with its rows contiguous, for a peer that wants it so. ``ends``: of groups, or their counts."""
 
@@ -292,7 +310,45 @@ class GroupedWorkload(_Products):
         return compare(torch.cat(got), torch.cat(exact), torch.cat(plain), what=self.problem, ulps=self.recipe.ulps(c.k))
 
 
-def product_workload(case: ProductCase | GroupedCase, device: str) -> ProductWorkload | GroupedWorkload:
+class BatchedWorkload(_Products):
+    op = "gemm"
+
+    def __init__(self, case: BatchedCase, device: str) -> None:
+        self.case, self.device, self.recipe, self.problem = case, device, RECIPES[case.recipe], str(case)
+        c = case
+        self.flops = 2.0 * c.batch * c.m * c.n * c.k
+        self.traffic = self.set_bytes = c.batch * (c.m * c.k + c.k * c.n + c.m * c.n) * self.recipe.out.itemsize
+
+    def made(self, maker: Maker) -> Operands:
+        c, dtype = self.case, DTYPES[self.recipe.dtype].torch
+        row = c.b_order == "row"
+        b = maker.values((c.batch, c.k, c.n) if row else (c.batch, c.n, c.k), dtype)
+        a, out = maker.values((c.m, c.batch, c.k), dtype), maker.empty((c.m, c.batch, c.n), self.recipe.out)
+        return Operands(a.transpose(0, 1), b if row else b.mT, out.transpose(0, 1))
+
+    def arguments(self, o: Operands) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (o.a, o.b), {}
+
+    def candidates(self) -> list[Candidate]:
+        return [Candidate("kernelgen", self.call, peer=False), Candidate("torch", lambda o: torch.bmm(o.a, o.b, out=o.out))]
+
+    def check(self, operands: Operands, result: torch.Tensor) -> Comparison:
+        """The first and the last entry."""
+        from kernelgen import reference
+
+        rows = _ends(self.case.m, _SAMPLE, 1, result.device)
+        a, b, got = (x[[0, -1]] for x in (operands.a[:, rows], operands.b, result[:, rows]))
+        exact = reference.gemm(a, b)
+        assert isinstance(exact, torch.Tensor)
+        return compare(got, exact, reference.gemm_plain(a, b, out_dtype=self.recipe.out), what=self.problem)
+
+
+Workloads = ProductWorkload | GroupedWorkload | BatchedWorkload
+
+
+def product_workload(case: ProductCase | GroupedCase | BatchedCase, device: str) -> Workloads:
+    if isinstance(case, BatchedCase):
+        return BatchedWorkload(case, device)
     return ProductWorkload(case, device) if isinstance(case, ProductCase) else GroupedWorkload(case, device)
 
 

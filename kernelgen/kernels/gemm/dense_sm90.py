@@ -13,20 +13,26 @@ from typing import Any, NamedTuple
 
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
+from kernelgen.kernels.gemm.requantize import Requantization
 from kernelgen.kernels.gemm.sm90 import (
     BLOCK_RECIPES,
     MMA_ROWS,
     POINTERS,
     ROW_BYTES,
+    Quantize,
     addresses,
     depth,
     kind_of_sums,
     options,
     promotes,
+    quantized,
+    quantizes,
+    requantized,
     round_up,
     scalars,
     splits,
     supports_common,
+    unquantized,
     words,
 )
 from kernelgen.kernels.tensor_map import tensor_map
@@ -39,11 +45,12 @@ from kernelgen.verdicts import Verdict, first_no
 
 # struct DenseSm90Params of dense_params.cuh.
 PARAMS = ParamStruct((
-    *((name, "ptr") for name in (*POINTERS, "ends")), *((name, "i64") for name in (
-        "c_batch", "c_row", "out_batch", "out_row", "bias_batch", "scale_a_batch", "scale_b_batch")),
+    *((name, "ptr") for name in (*POINTERS, "out_scale", "ends")), *((name, "i64") for name in (
+        "c_batch", "c_row", "out_batch", "out_row", "bias_batch", "scale_a_batch", "scale_b_batch", "out_scale_batch", "out_scale_row",
+        "out_scale_block")),
     *((name, "i32") for name in (
         "m", "n", "k", "tiles_m", "tiles_n", "tiles", "groups", "batched_a", "batched_b", "scale_a_row", "scale_a_block",
-        "scale_b_column", "scale_b_block", "scales_by_tma")), ("beta", "f32"),
+        "scale_b_column", "scale_b_block", "scales_by_tma")), *((name, "f32") for name in ("beta", "alpha", "limit")),
 ), tensor_maps=("map_a", "map_b", "map_out", "map_rest", "map_scales"))
 ENTRY = "gemm_dense_sm90"
 
@@ -105,7 +112,11 @@ class Config:
 
     def tma_out(self, gated: bool) -> bool:
         """The output leaves in slabs of 128 bytes of a row, the last of a multiple of 16 columns."""
-        return self.split_k == 1 and self.block_n // (2 if gated else 1) % 16 == 0
+        return self.split_k == 1 and self.outputs(gated) % 16 == 0
+
+    def outputs(self, gated: bool) -> int:
+        """Columns of the output in a tile."""
+        return self.block_n // (2 if gated else 1)
 
 
 def shared_memory(problem: GemmProblem, config: Config) -> int:
@@ -165,6 +176,7 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
         (c.split_k in (1, 2, 4, 8), f"config {c}: 1, 2, 4 or 8 blocks share K"),
         (c.split_k == 1 or c.blocks == c.split_k and not c.pingpong,
          f"config {c}: blocks that share K have one tile, and nothing to multicast or to take turns in"),
+        (c.split_k == 1 or not quantizes(problem), f"config {c}: blocks that share K write no codes"),
         (c.split_k <= -(-problem.k // depth(problem)),
          f"config {c}: a K of {problem.k} has less than a step of {depth(problem)} for each of the blocks that share it"),
         (c.resident == 1 or c.resident in _MAX_RESIDENT_SUMS and c.consumers == 1,
@@ -175,6 +187,8 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
         (problem.b_order == "col" or c.block_n % MMA_ROWS == 0, f"block_n {c.block_n}: rows of b are loaded by 64 columns"),
         (mn_boxes[0] % mn_boxes[1] == 0, f"block_n {c.block_n} does not fall into {boxes_b} boxes"),
         (not problem.gated or c.block_n % 16 == 0, f"block_n {c.block_n}: a gate needs a multiple of 16"),
+        (not quantizes(problem) or c.outputs(problem.gated) % 128 == 0,
+         f"config {c}: a tile's {c.outputs(problem.gated)} outputs are no multiple of the 128 that share a scale"),
         (not (splits(problem) and problem.scales == "block_128x128") or half % math.gcd(c.block_n // 2, 128) == 0,
          f"block_n {c.block_n}: a scale's columns would end within a tile's of the up half, which begins at {half}"),
         (sums <= limit, f"config {c} has {sums} accumulators per thread, at most {limit} leave room for the rest"),
@@ -229,6 +243,19 @@ MEASURED: dict[str, tuple[Measured, ...]] = {
     ),
 }
 
+# Beside them, for an output with a scale for 128 of a row, which a tile must hold: 256 columns of b where it is gated. In groups, with
+# swiglu (2026-11-30, results/tried/h200_moe_codes.json); the last, for scales of single columns, is estimated.
+QUANTIZING: dict[str, tuple[Measured, ...]] = {
+    "blocks": (Measured(Config(1, 2, 256, 4, parts=4), 1.00, 1.4), Measured(Config(1, 2, 256, 4, parts=8, slabs=1), 1.27, 2.4),
+               Measured(Config(1, 1, 256, 5, parts=4), 0.55, 2.7), Measured(Config(1, 2, 128, 5, parts=2), 0.53, 0.7)),
+}
+
+
+def _measured(problem: GemmProblem) -> tuple[Measured, ...]:
+    """Of the problem's kind."""
+    kind = kind_of_sums(problem)
+    return (*MEASURED[kind], *(QUANTIZING.get(kind, ()) if quantizes(problem) else ()))
+
 
 def _tiles(problem: GemmProblem, config: Config) -> tuple[int, int]:
     """Cluster tiles along M and N."""
@@ -255,7 +282,7 @@ def _cost(problem: GemmProblem, target: Target, measured: Measured) -> float:
 
 def _ranked(problem: GemmProblem, target: Target) -> Iterator[Measured]:
     """Legal ones, best guess first; judged one by one, as who asks mostly wants the first."""
-    ranked = sorted(MEASURED[kind_of_sums(problem)], key=lambda m: _cost(problem, target, m))
+    ranked = sorted(_measured(problem), key=lambda m: _cost(problem, target, m))
     return (m for m in ranked if legal(problem, target, m.config))
 
 
@@ -314,9 +341,17 @@ def grid(problem: GemmProblem, target: Target) -> Iterator[Config]:
     yield from (c for c in sorted(found, key=lambda c: found[c]) if found[c] < 1.5 * best)
 
 
+def _requantization(problem: GemmProblem, target: Target) -> Requantization | None:
+    if problem.out_scale is None or quantizes(problem):
+        return None
+    return Requantization.of(problem, target, problem.batch, problem.m)
+
+
 def spec(problem: GemmProblem, target: Target, config: Config) -> KernelSpec:
     """The specialisation: dtypes, orders, epilogue and config; no extents."""
-    return spec_of(problem, target, config, ENTRY, "kNone")
+    quantize = _requantization(problem, target)
+    made = spec_of(unquantized(problem) if quantize else problem, target, config, ENTRY, "kNone")
+    return requantized(made, quantize) if quantize else made
 
 
 def spec_of(problem: GemmProblem, target: Target, config: Config, entry: str, grouping: str) -> KernelSpec:
@@ -325,7 +360,8 @@ def spec_of(problem: GemmProblem, target: Target, config: Config, entry: str, gr
     parameters = options(
         p, c.block_n // c.parts, mma_m=c.mma_m, consumers=c.consumers, block_n=c.block_n, parts=c.parts, stages=c.stages,
         cluster_m=c.cluster_m, cluster_n=c.cluster_n, split_k=c.split_k, resident=c.resident, band_rows=c.band_rows,
-        pingpong=c.pingpong, slabs=c.slabs, tma_out=c.tma_out(p.gated), shared_memory=shared_memory(p, c), entry=entry, grouping=grouping)
+        pingpong=c.pingpong, slabs=c.slabs, tma_out=c.tma_out(p.gated), quantize=quantizes(p), shared_memory=shared_memory(p, c),
+        entry=entry, grouping=grouping)
     return KernelSpec.make(
         "_".join([entry, *words(p), *str(c).split()]), "gemm/dense_sm90.cu.jinja", "nvrtc", parameters,
         params=PARAMS, params_type="kernelgen::DenseSm90Params", entries=(entry,), target=target,
@@ -354,15 +390,21 @@ def bind(problem: GemmProblem, config: Config, kernel: Any, tensors: GemmTensors
     """The closure of a repeated call: packs addresses, launches."""
     p, c = problem, config
     tiles_m, tiles_n = _tiles(p, c)
-    return closure(p, c, kernel, tensors, tiles_m, tiles_n, tiles_m * tiles_n * p.batch, min(MMA_ROWS, c.block_m // c.cluster_n))
+    quantize = _requantization(p, kernel.spec.target)
+    return closure(p, c, kernel, tensors, tiles_m, tiles_n, tiles_m * tiles_n * p.batch, min(MMA_ROWS, c.block_m // c.cluster_n),
+                   quantize.bind(kernel, tensors, pitch=round_up(p.outputs, 4)) if quantize else None)
 
 
 def closure(problem: GemmProblem, config: Config, kernel: Any, tensors: Any, tiles_m: int, tiles_n: int, tiles: int,
-            box_a: int) -> Callable[[Any], None]:
-    """That of a dense or grouped product. ``tiles``: of all batch entries, at most; ``box_a``: rows of a box of a."""
+            box_a: int, quantize: Quantize | None) -> Callable[[Any], None]:
+    """That of a dense or grouped product. ``tiles``: of all batch entries, at most; ``box_a``: rows of a box of a; ``quantize``: what
+    follows, on a float32 workspace."""
+    if quantize is not None:
+        return quantized(problem, tensors, quantize, lambda p, t: closure(p, config, kernel, t, tiles_m, tiles_n, tiles, box_a, None))
     p, c, t = problem, config, tensors
     clusters = tiles if c.split_k > 1 else min(tiles, max(1, target_of(t.a.device).sm_count * c.resident // c.blocks))
     blank, pack, pointers = bytes(128 * len(PARAMS.tensor_maps)), PARAMS.pointer_packer.pack, addresses(p)
+    grouped, codes = p.op == "grouped_gemm", p.out_scale is not None
 
     def prepared(scales_by_tma: bool) -> Callable[[Any], None]:
         maps = [*_maps(p, c, t, box_a), *([_map_of_scales(p, c, t)] if scales_by_tma else [])]
@@ -371,10 +413,13 @@ def closure(problem: GemmProblem, config: Config, kernel: Any, tensors: Any, til
             programmatic=True, shared_memory=shared_memory(p, c), tensor_maps=maps)
         tail = PARAMS.pack_scalars(scalars(p, t) | {
             "tiles_m": tiles_m, "tiles_n": tiles_n, "tiles": tiles, "groups": p.batch, "batched_a": int(t.a.shape[0] > 1),
-            "scales_by_tma": int(scales_by_tma)})
-        if p.op == "grouped_gemm":
-            return lambda t: launch(blank + pack(*pointers(t), t.ends.data_ptr()) + tail)
-        return lambda t: launch(blank + pack(*pointers(t), 0) + tail)
+            "scales_by_tma": int(scales_by_tma),
+            **dict(zip(("out_scale_batch", "out_scale_row", "out_scale_block"), t.out_scale.stride() if p.out_scale else (0, 0, 0)))})
+
+        def run(t: Any) -> None:
+            launch(blank + pack(*pointers(t), t.out_scale.data_ptr() if codes else 0, t.ends.data_ptr() if grouped else 0) + tail)
+
+        return run
 
     gather = prepared(False)
     if not _scales_fit_tma(p, t):
@@ -422,6 +467,13 @@ def coverage() -> Iterable[tuple[GemmProblem, Config | None]]:
     yield replace(fp8, scales="block_128x128", activation="swiglu"), Config(2, 2, 128, 3, parts=2)
     yield replace(fp8, scales="block_128x128", activation="swiglu", gate_up="interleaved"), Config(1, 2, 128, 4, split_k=2)
     yield replace(fp8, scales="block_1x128", bias=True, bias_dtype="bf16"), Config(1, 2, 160, 5, parts=2)
+    quantized = replace(fp8, out_dtype="e4m3", out_scale="block_1x128")
+    yield quantized, Config(1, 2, 128, 6)
+    yield replace(quantized, scales="block_128x128", out_dtype="e5m2", bias=True, bias_dtype="fp32"), Config(2, 2, 128, 4, parts=2, slabs=1)
+    yield replace(base, activation="swiglu", out_dtype="e4m3", out_scale="block_1x128"), Config(1, 2, 256, 4)
+    yield replace(base, out_dtype="e4m3", out_scale="block_1x128"), Config(2, 2, 128, 5, pingpong=True)
+    for recipe in ("tensor", "row"):
+        yield replace(quantized, out_scale=recipe), Config(1, 2, 160, 5, parts=2)
 
 
 FAMILY = KernelFamily(

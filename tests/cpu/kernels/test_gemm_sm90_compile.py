@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from kernelgen import build
+from kernelgen.dispatch.select import choose
 from kernelgen.kernels.gemm import dense_sm90, grouped_sm90, skinny_sm90
 from kernelgen.problems.gemm import GemmProblem, GroupedGemmProblem
 from kernelgen.specs import KernelSpec
@@ -67,7 +68,9 @@ def test_epilogues_do_not_spill(family: Any, base: GemmProblem) -> None:
     """The largest tiles, with what takes most registers beside them."""
     configs = sorted((m.config for m in dense_sm90.MEASURED["plain"]), key=lambda c: -c.mma_m * c.block_n)[:4]
     problems = (base, replace(base, activation="swiglu", gate_up="interleaved"),
-                replace(base, activation="silu", bias=True, bias_dtype="bf16"))
+                replace(base, activation="swiglu_oai", gate_up="interleaved", bias=True, bias_dtype="bf16"),
+                replace(base, activation="silu", bias=True, bias_dtype="bf16"),
+                replace(base, activation="swiglu_oai", bias=True, bias_dtype="bf16", out_dtype="e4m3", out_scale="block_1x128"))
     specs = [family.spec(p, H200, c) for p in problems for c in configs if family.legal(p, H200, c)]
     assert len(specs) >= 8
     for name, report in compiled(specs).items():
@@ -93,6 +96,20 @@ def test_skinny_choices_are_those_of_the_search() -> None:
     assert all(len(values) >= 20 for values in regrets.values())
     assert means["bf16"] < 1.01 and means["fp8-row"] < 1.02 and means["fp8-block"] < 1.01, means
     assert worst["bf16"] < 1.04 and worst["fp8-row"] < 1.14 and worst["fp8-block"] < 1.03, worst
+
+
+def test_choices_for_batches_are_those_of_the_search() -> None:
+    """MLA's absorbed weights: the family and the config that dispatch chooses, against the committed times of every config."""
+    searched = json.loads((Path(__file__).parents[3] / "tools/bench/results/tried/h200_batched.json").read_text())["lines"]
+    assert len(searched) == 14
+    for line in searched:
+        batch, m, n, k, order = re.fullmatch(  # type: ignore[union-attr]
+            r"gemm\[b=(\d+) m=(\d+) n=(\d+) k=(\d+) bf16->bf16 a=row b=(\w+)\]", line["problem"]).groups()
+        problem = replace(BASE, batch=int(batch), m=int(m), n=int(n), k=int(k), b_order=order, batched_b=True)
+        chosen = choose(problem, H200, live=False).chosen
+        assert chosen is not None and chosen.backend == "generated", line["problem"]
+        us = line["us"][f"{chosen.kernel.removeprefix('gemm/').removesuffix('_sm90')} {chosen.config}"]
+        assert us < 1.05 * min(line["us"].values()) and us < 0.96 * line["us"]["torch.bmm"], (line["problem"], chosen, us)
 
 
 def test_every_problem_has_a_config() -> None:

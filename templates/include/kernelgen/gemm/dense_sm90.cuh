@@ -38,8 +38,9 @@
 namespace kernelgen {
 
 // `Options` is the rendered file's struct of compile-time constants: Element (of a, b), Out, Bias, C; kMmaM, kConsumers, kBlockN, kParts,
-// kStages, kSlabs, kClusterM, kClusterN, kSplitK, kResident (blocks of an SM), kBandRows, kPingpong; kRowA, kRowB (row order); kTmaOut (out goes through shared memory); kBias, kActivation,
-// kGate, kAccumulate, kScales, kPromote, kBlockScales, kScaleColumns (of b, that share a scale of blocks), kGrouping
+// kStages, kSlabs, kClusterM, kClusterN, kSplitK, kResident (blocks of an SM), kBandRows, kPingpong; kRowA, kRowB (row order); kTmaOut
+// (out goes through shared memory); kBias, kActivation, kGate, kClamped, kAccumulate, kQuantize (out are codes, with a scale for 128 of a
+// row), kScales, kPromote, kBlockScales, kScaleColumns (of b, that share a scale of blocks), kGrouping
 template <class Options>
 struct DenseSm90 : Options {
   using T = typename Options::Element;
