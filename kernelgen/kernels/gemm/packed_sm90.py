@@ -111,9 +111,9 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
     registers, limit, shared = _registers(problem, c), min(255, 65536 // (c.threads * c.blocks)), shared_memory(problem, c)
     per_sm = target.shared_memory_per_block + RESERVED_SHARED_MEMORY
     return first_no(
-        (c.tiles in (1, 2, 4) and c.tokens in (8, 16, 32, 64) and c.split_k in (1, 2, 4, 8),
-         f"config {c}: expected 1, 2 or 4 tiles, 8, 16, 32 or 64 rows and a cluster of 1, 2, 4 or 8"),
-        (c.warps_n in (1, 2, 4, 8, 16) and c.warps_k in (1, 2, 4, 8) and 64 <= c.threads <= 512 and c.stages >= 2 and c.ahead >= 0,
+        (1 <= c.tiles <= 4 and c.tokens in (8, 16, 32, 64) and 1 <= c.split_k <= 8,
+         f"config {c}: expected 1 to 4 tiles, 8, 16, 32 or 64 rows and a cluster of 1 to 8"),
+        (min(c.warps_n, c.warps_k) >= 1 and 64 <= c.threads <= 512 and c.stages >= 2 and c.ahead >= 0,
          f"config {c}: expected 2 to 16 warps and 2 stages or more"),
         (problem.m <= c.tokens, f"config {c}: {problem.m} rows of a do not fit {c.tokens}"),
         (registers <= limit, f"config {c} takes about {registers} registers, {limit} are there"),
