@@ -38,8 +38,8 @@ def test_configs(warps: tuple[int, int], split_k: int) -> None:
     target = target_of("cuda")
     for m, tokens in ((1, 8), (9, 16), (17, 32)):
         for case in (Product(m, 328, 3104, "bf16", weight="int4"), Product(m, 136, 544, "fp16", weight="mxfp4")):
-            for tiles, stages, ahead in ((1, 2, 0), (2, 3, 100), (4, 5, 3)):
-                config = Config(tiles, tokens, *warps, stages, split_k, ahead)
+            for tiles, stages, rounds, ahead in ((1, 2, 2, 0), (2, 3, 1, 100), (4, 5, 7, 3)):
+                config = Config(tiles, tokens, *warps, stages, rounds * warps[1], split_k, ahead)
                 if packed_sm90.legal(problem_of(case, make_product(case)[0]), target, config):
                     run(case, config)
 

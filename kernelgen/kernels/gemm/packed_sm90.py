@@ -33,6 +33,7 @@ class Config:
     tokens   rows of a, rounded up to 8, 16, 32 or 64
     warps_n  warps beside each other, warps_k sets of them that take steps of k in turn
     stages   of each warp's ring
+    panel    steps of k that a is copied for at a time
     split_k  blocks of a cluster that share K
     ahead    steps of k whose codes go to L2 while the kernel before ends
     blocks   of an SM: bounds the registers so that as many fit
@@ -43,12 +44,13 @@ class Config:
     warps_n: int
     warps_k: int = 1
     stages: int = 6
+    panel: int = 16
     split_k: int = 1
     ahead: int = 8
     blocks: int = 1
 
     def __str__(self) -> str:
-        words = f"{self.block_n}x{self.tokens} w{self.warps_n}x{self.warps_k} s{self.stages} k{self.split_k} a{self.ahead}"
+        words = f"{self.block_n}x{self.tokens} w{self.warps_n}x{self.warps_k} s{self.stages} p{self.panel} k{self.split_k} a{self.ahead}"
         return words + (f" b{self.blocks}" if self.blocks > 1 else "")
 
     @property
@@ -85,8 +87,9 @@ def shared_memory(problem: GemmProblem, config: Config) -> int:
     rings = c.threads // 32 * c.stages * c.tiles * 16 * _STEP // 2
     sums = c.warps_k * c.tokens * (c.block_n + 4) * 4
     row = c.block_n * _SCALE_BYTES[p.scale_dtype or "bf16"] + 4 + (c.block_n + 4 if p.zero_points else 0)
-    step = c.tokens * _STEP * 2 + _groups(p) * (row + (c.tokens * 4 if _raised(p) else 0))
-    return max(rings, sums) + _steps(p, c) * step
+    panel = c.panel * c.tokens * (_STEP * 2 + (_groups(p) * 4 if _raised(p) else 0))
+    steps = _steps(p, c)
+    return max(rings, sums) + (2 if steps > c.panel else 1) * panel + steps * _groups(p) * row
 
 
 def supports(problem: GemmProblem, target: Target) -> Verdict:
@@ -96,7 +99,7 @@ def supports(problem: GemmProblem, target: Target) -> Verdict:
         (target.kind == "cuda" and target.capability == 90, f"{ENTRY} needs sm_90, got {target}"),
         (0 < p.m <= MAX_ROWS, f"{p.m} rows of a, {ENTRY} takes 1 to {MAX_ROWS}"),
     ) and packed_skinny.supports(replace(p, m=1), target) and first_no(
-        (any(legal(p, target, c) for c in _configs(p)), f"an eighth of a, {p.m} rows of {p.k}, does not fit the shared memory of {target}"))
+        (any(legal(p, target, c) for c in _configs(p)), f"K is {p.k}: scales of an eighth of it do not fit the shared memory of {target}"))
 
 
 def _registers(problem: GemmProblem, config: Config) -> int:
@@ -113,8 +116,8 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
     return first_no(
         (1 <= c.tiles <= 4 and c.tokens in (8, 16, 32, 64) and 1 <= c.split_k <= 8,
          f"config {c}: expected 1 to 4 tiles, 8, 16, 32 or 64 rows and a cluster of 1 to 8"),
-        (min(c.warps_n, c.warps_k) >= 1 and 64 <= c.threads <= 512 and c.stages >= 2 and c.ahead >= 0,
-         f"config {c}: expected 2 to 16 warps and 2 stages or more"),
+        (min(c.warps_n, c.warps_k) >= 1 and 64 <= c.threads <= 512 and c.stages >= 2 and c.ahead >= 0 and c.panel % c.warps_k == 0,
+         f"config {c}: expected 2 to 16 warps, 2 stages or more, and panels of as many steps for each set of warps"),
         (problem.m <= c.tokens, f"config {c}: {problem.m} rows of a do not fit {c.tokens}"),
         (registers <= limit, f"config {c} takes about {registers} registers, {limit} are there"),
         ((shared + RESERVED_SHARED_MEMORY) * c.blocks <= per_sm,
@@ -133,7 +136,7 @@ def _configs(problem: GemmProblem) -> Iterator[Config]:
     tokens = next((t for t in (8, 16, 32) if t >= problem.m), MAX_ROWS)
     warps = ((8, 1), (4, 2), (4, 1), (8, 2), (2, 4), (2, 2))
     for (warps_n, warps_k), tiles, split_k, stages in product(warps, (2, 1, 4), (4, 2, 8, 1), (6, 4, 3)):
-        yield Config(tiles, tokens, warps_n, warps_k, stages, split_k, stages * warps_k)
+        yield Config(tiles, tokens, warps_n, warps_k, stages, 8 * warps_k if tokens > 8 else 32, split_k, stages * warps_k)
 
 
 def candidates(problem: GemmProblem, target: Target) -> Iterator[Config]:
@@ -145,7 +148,7 @@ def spec(problem: GemmProblem, target: Target, config: Config) -> KernelSpec:
     """The specialisation: dtypes, group, epilogue and config; no extents."""
     p, c = problem, config
     parameters = operand_parameters(p) | dict(
-        tiles=c.tiles, token_tiles=c.tokens // 8, warps_n=c.warps_n, warps_k=c.warps_k, stages=c.stages, split_k=c.split_k, ahead=c.ahead,
+        tiles=c.tiles, token_tiles=c.tokens // 8, warps_n=c.warps_n, warps_k=c.warps_k, stages=c.stages, panel=c.panel, split_k=c.split_k, ahead=c.ahead,
         blocks_per_sm=c.blocks, zero=p.zero_points, group=p.group_size)
     return KernelSpec.make(
         f"gemm_packed_sm90_{spec_words(p, c)}", "gemm/packed_sm90.cu.jinja", "nvrtc", parameters, params=PARAMS, params_type=PARAMS_TYPE,
@@ -170,10 +173,10 @@ def coverage() -> Iterable[tuple[GemmProblem, Config | None]]:
     yield replace(base, m=64), None
     yield replace(base, m=32, group_size=64, zero_points=True, **half), None
     yield replace(base, m=5, group_size=32, zero_points=True, bias=True, bias_dtype="bf16", activation="silu"), None
-    yield replace(base, m=8, accumulate_c=True, c_dtype="fp32", out_dtype="fp32"), Config(2, 8, 4, 2, 4, 2)
+    yield replace(base, m=8, accumulate_c=True, c_dtype="fp32", out_dtype="fp32"), Config(2, 8, 4, 2, 4, 8, 2)
     mxfp4 = replace(base, b_dtype="mxfp4", weight_format="mxfp4", group_size=32, scale_dtype="e8m0")
     yield mxfp4, None
-    yield replace(mxfp4, m=1, a_dtype="fp16", out_dtype="bf16"), Config(1, 8, 4, 2, 3, 8, 0)
+    yield replace(mxfp4, m=1, a_dtype="fp16", out_dtype="bf16"), Config(1, 8, 4, 2, 3, 8, 8, 0)
 
 
 FAMILY = KernelFamily(

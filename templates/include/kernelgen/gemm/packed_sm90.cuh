@@ -1,11 +1,11 @@
 // out = activation(a @ b + bias) + beta * c on Hopper for few rows of a and a packed 4-bit b, at the speed of reading b.
 //
 // Computed transposed, so that the 16 rows of an mma are columns of b and its 8 columns rows of a. kSplitK blocks of a cluster share K:
-// a block has kColumns columns and a slice of K, so that it reads little of a beside much of b, and all of that part of a before it
-// multiplies:
+// a block has kColumns columns and a slice of K, so that it reads little of a beside much of b:
 //
-//   codes   each warp fills a ring of its own in shared memory by cp.async: many bytes on their way, and no barrier in the main loop
-//   a       to shared memory in the order in which lanes multiply it, 16 bytes per lane and load; its sums, group by group, on the way
+//   codes   each warp fills a ring of its own in shared memory by cp.async: many bytes on their way, and no barrier between its steps
+//   a       panels of kPanel steps of k by cp.async in the order in which lanes multiply it, 16 bytes per lane and load. Two of them, so
+//           that the next one comes while this one is multiplied; before that its elements are paired up and added up, group by group
 //   scales  of the slice to shared memory, group by group
 //   warp    kTiles * 16 columns; steps of 128 of k, every kWarpsK-th; after each group its sums times its scale to the totals
 //
@@ -33,7 +33,7 @@ struct KeptScale<uint8_t> {
 };
 
 // `Options`: as in packed_codes.cuh; kTiles (of 16 columns of a warp), kTokenTiles (of 8 rows of a), kWarpsN, kWarpsK, kStages (of a ring),
-// kSplitK, kAhead (steps whose codes go to L2 beforehand)
+// kPanel, kSplitK, kAhead (steps whose codes go to L2 beforehand)
 template <class Options>
 struct PackedSm90 : PackedCodes<Options> {
   using Codes = PackedCodes<Options>;
@@ -52,6 +52,7 @@ struct PackedSm90 : PackedCodes<Options> {
   using Codes::place;
   using Codes::row_of_lane;
   using Options::kGroup;
+  using Options::kPanel;
   using Options::kSplitK;
   using Options::kStages;
   using Options::kTiles;
@@ -66,19 +67,24 @@ struct PackedSm90 : PackedCodes<Options> {
   static constexpr int kStageBytes = kWarpColumns * kStepBytes, kRingBytes = kWarps * kStages * kStageBytes;
   static constexpr int kSumPitch = kColumns + 4, kSumBytes = kTokens * kSumPitch * 4;  // of kWarpsN warps, in floats
   static constexpr int kSlotBytes = kWarpSize * 16, kTokenBytes = kWords * kTokenTiles * kSlotBytes;  // of a, of a step
+  static constexpr int kPanelBytes = kPanel * kTokenBytes, kPanelOnes = kRaised ? kPanel * kGroups * kTokens * 4 : 0;
+  static constexpr int kRounds = kPanel / kWarpsK;  // of a warp, of a panel
+  static_assert(kPanel % kWarpsK == 0, "all warps take as many steps of a panel");
   using Scale = typename KeptScale<ScaleB>::type;
   // Rows of scales and zero points are an odd number of words apart: they are written group by group of a column.
   static constexpr int kScalePitch = kColumns * static_cast<int>(sizeof(Scale)) + 4, kZeroPitch = kColumns + 4;
   static constexpr int kPerGroup = kStep / kGroups;
   static constexpr int kLine = 128;  // bytes
 
-  // Where things are in shared memory, for slices of `steps` steps. The rings come first; in the end the sums overwrite them.
+  // Where things are in shared memory, for slices of `steps` steps. The rings come first; in the end the sums overwrite them. One panel is
+  // enough where it holds the slice.
   struct Layout {
     uint32_t rings, tokens, ones, scales, zeros;
 
     __device__ Layout(uint32_t shared, int steps) : rings(shared), tokens(shared + max_of(kRingBytes, kWarpsK * kSumBytes)) {
-      ones = tokens + steps * kTokenBytes;
-      scales = ones + (kRaised ? steps * kGroups * kTokens * 4 : 0);
+      const int panels = steps > kPanel ? 2 : 1;
+      ones = tokens + panels * kPanelBytes;
+      scales = ones + panels * kPanelOnes;
       zeros = scales + steps * kGroups * kScalePitch;
     }
   };
@@ -132,50 +138,54 @@ struct PackedSm90 : PackedCodes<Options> {
     }
   };
 
-  // All of a's slice, and the sums of its rows over each group where codes are raised: negated, and times 136 where that is what is
-  // subtracted. Several pieces at a time, to have their loads on the way together.
-  __device__ static void bring_a(const GemmMmaParams& p, const Layout& at, const Share& share, int warp) {
-    constexpr int kBatch = min_of(4, 2 * kTokenTiles);
-    const uint32_t one[4] = {kPairOfOnes<T>, kPairOfOnes<T>, kPairOfOnes<T>, kPairOfOnes<T>};
-    const int pieces = share.steps * kTokenTiles;
+  // A part of a's slice on its way to shared memory, in the order in which lanes multiply it: a piece is a step of eight rows. The copies
+  // join the next group of codes. Each lane copies what it makes ready itself.
+  __device__ static void copy_a(const GemmMmaParams& p, const Layout& at, const Share& share, int warp, int panel) {
+    const uint32_t target = at.tokens + panel % 2 * kPanelBytes + lane_id() * 16;
 #pragma unroll 1
-    for (int first = warp; first < pieces; first += kBatch * kWarps) {
-      uint4 x[kBatch][kWords];
+    for (int piece = warp; piece < kPanel * kTokenTiles; piece += kWarps) {
+      const int token = piece % kTokenTiles * 8 + row_of_lane(), k0 = share.k(panel * kPanel + piece / kTokenTiles);
+      const char* row = static_cast<const char*>(p.a) + token * p.a_stride;
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int piece = first + i * kWarps, token = piece % kTokenTiles * 8 + row_of_lane();
-        const char* row = static_cast<const char*>(p.a) + token * p.a_stride;
-#pragma unroll
-        for (int word = 0; word < kWords; ++word) {
-          const int k = share.k(piece / kTokenTiles) + k_of_word(word);
-          x[i][word] = make_uint4(0, 0, 0, 0);
-          if (piece < pieces && token < p.m && k < p.k) x[i][word] = *reinterpret_cast<const uint4*>(row + k * 2);
-        }
+      for (int word = 0; word < kWords; ++word) {
+        const int k = k0 + k_of_word(word);
+        const bool exists = token < p.m && k < p.k;
+        cp_async_16(target + slot_of(piece, word), row + static_cast<int64_t>(k) * 2, exists);
       }
+    }
+  }
+
+  __device__ static int slot_of(int piece, int word) {
+    return piece / kTokenTiles * kTokenBytes + (word * kTokenTiles + piece % kTokenTiles) * kSlotBytes;
+  }
+
+  // Its copies have landed: pairs for the products, and the sums of its rows over each group where codes are raised: negated, and
+  // times 136 where that is what is subtracted.
+  __device__ static void make_ready(const Layout& at, int warp, int panel) {
+    const uint32_t one[4] = {kPairOfOnes<T>, kPairOfOnes<T>, kPairOfOnes<T>, kPairOfOnes<T>};
+    const uint32_t tokens = at.tokens + panel % 2 * kPanelBytes + lane_id() * 16, sums = at.ones + panel % 2 * kPanelOnes;
+#pragma unroll 2
+    for (int piece = warp; piece < kPanel * kTokenTiles; piece += kWarps) {
+      float ones[4];
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int piece = first + i * kWarps, step = piece / kTokenTiles, tile = piece % kTokenTiles;
-        if (piece >= pieces) break;
-        float ones[4];
-#pragma unroll
-        for (int word = 0; word < kWords; ++word) {
-          const uint32_t raw[4] = {x[i][word].x, x[i][word].y, x[i][word].z, x[i][word].w};
-          uint32_t pairs[4];
-          Codes::pair_up(pairs, raw);
-          store_chunk(at.tokens + (step * kWords + word) * kTokenTiles * kSlotBytes + tile * kSlotBytes + lane_id() * 16, pairs);
-          if constexpr (kRaised) {
-            if (begins_group(word)) {
-              mma_m16n8k16_fresh<T>(ones, one, pairs[0], pairs[1]);
-            } else {
-              mma_m16n8k16<T>(ones, one, pairs[0], pairs[1]);
-            }
-            mma_m16n8k16<T>(ones, one, pairs[2], pairs[3]);
-            if (ends_group(word) && row_of_lane() == 0) {
-              const uint32_t target = at.ones + ((step * kGroups + group_of_word(word)) * kTokens + tile * 8 + place() * 2) * 4;
-              constexpr float kFactor = kZero ? -1.0f : -136.0f;
-              store_word(target, __float_as_uint(kFactor * ones[0]));
-              store_word(target + 4, __float_as_uint(kFactor * ones[1]));
-            }
+      for (int word = 0; word < kWords; ++word) {
+        uint32_t raw[4], pairs[4];
+        load_chunk(raw, tokens + slot_of(piece, word));
+        Codes::pair_up(pairs, raw);
+        store_chunk(tokens + slot_of(piece, word), pairs);
+        if constexpr (kRaised) {
+          if (begins_group(word)) {
+            mma_m16n8k16_fresh<T>(ones, one, pairs[0], pairs[1]);
+          } else {
+            mma_m16n8k16<T>(ones, one, pairs[0], pairs[1]);
+          }
+          mma_m16n8k16<T>(ones, one, pairs[2], pairs[3]);
+          if (ends_group(word) && row_of_lane() == 0) {
+            const int group = piece / kTokenTiles * kGroups + group_of_word(word);
+            const uint32_t target = sums + (group * kTokens + piece % kTokenTiles * 8 + place() * 2) * 4;
+            constexpr float kFactor = kZero ? -1.0f : -136.0f;
+            store_word(target, __float_as_uint(kFactor * ones[0]));
+            store_word(target + 4, __float_as_uint(kFactor * ones[1]));
           }
         }
       }
@@ -269,13 +279,12 @@ struct PackedSm90 : PackedCodes<Options> {
     }
   };
 
-  // One step. `scales` and `zeros`: this step's first rows.
-  __device__ static void multiply(Sums& totals, const Words& words, const Layout& at, const unsigned char* scales, const unsigned char* zeros,
-                                  int step, int first_column) {
+  // One step. `tokens`, `ones`: what a has for it; `scales`, `zeros`: its first rows.
+  __device__ static void multiply(Sums& totals, const Words& words, uint32_t tokens, uint32_t ones, const unsigned char* scales,
+                                  const unsigned char* zeros, int first_column) {
     Sums partial;
     Group group;
     float raised[kTokenTiles][2];
-    const uint32_t tokens = at.tokens + step * kTokenBytes + lane_id() * 16;
 #pragma unroll
     for (int word = 0; word < kWords; ++word) {
       const int index = group_of_word(word);
@@ -283,10 +292,10 @@ struct PackedSm90 : PackedCodes<Options> {
       uint32_t a[kTokenTiles][4];
 #pragma unroll
       for (int t = 0; t < kTokenTiles; ++t) {
-        load_chunk(a[t], tokens + (word * kTokenTiles + t) * kSlotBytes);
+        load_chunk(a[t], tokens + lane_id() * 16 + (word * kTokenTiles + t) * kSlotBytes);
         if (kRaised && begins_group(word)) {
           uint32_t pair[2];
-          load_pair(pair, at.ones + ((step * kGroups + index) * kTokens + t * 8 + place() * 2) * 4);
+          load_pair(pair, ones + (index * kTokens + t * 8 + place() * 2) * 4);
           raised[t][0] = __uint_as_float(pair[0]);
           raised[t][1] = __uint_as_float(pair[1]);
         }
@@ -371,29 +380,40 @@ struct PackedSm90 : PackedCodes<Options> {
     join_previous_kernel();
     const Copy copy(p, share, warp_n);
     const uint32_t ring = at.rings + warp * kStages * kStageBytes;
+    copy_a(p, at, share, warp, 0);
 #pragma unroll
     for (int i = 0; i < kStages - 1; ++i) copy(p, share, ring + i * kStageBytes, warp_k + i * kWarpsK);
     bring_entries<Scale>(shared_memory + (at.scales - shared), kScalePitch, static_cast<const ScaleB*>(p.scale_b), p.scale_b_column,
                          p.scale_b_block, p, share);
     if constexpr (kZero) bring_entries<uint8_t>(shared_memory + (at.zeros - shared), kZeroPitch, p.zero_b, p.zero_column, p.zero_block, p, share);
-    bring_a(p, at, share, warp);
-    __syncthreads();  // a, its sums, scales and zero points are there
     const int first_column = warp_n * kWarpColumns + row_of_lane();
     Sums totals;
 #pragma unroll
     for (int i = 0; i < kTiles * kTokenTiles * 4; ++i) totals[i / (kTokenTiles * 4)][i / 4 % kTokenTiles][i % 4] = 0.0f;
     uint32_t used = ring, refilled = ring + (kStages - 1) * kStageBytes;
+    const int panels = ceil_div(share.steps, kPanel);
 #pragma unroll 1
-    for (int step = warp_k; step < share.steps; step += kWarpsK) {
-      cp_async_wait<kStages - 2>();
-      __syncwarp();  // this step's codes have landed; all lanes have read those of the step before, whose slot is refilled
-      Words words;
-      load_codes(words, used);
-      copy(p, share, refilled, step + (kStages - 1) * kWarpsK);
-      refilled = used;
-      used = used + kStageBytes == ring + kStages * kStageBytes ? ring : used + kStageBytes;
-      multiply(totals, words, at, shared_memory + (at.scales - shared) + step * kGroups * kScalePitch,
-               shared_memory + (at.zeros - shared) + step * kGroups * kZeroPitch, step, first_column);
+    for (int panel = 0; panel < panels; ++panel) {
+      cp_async_wait<min_of(kStages - 2, kRounds - 1)>();  // of this lane's copies those of the panel, a panel or kStages - 1 groups ago
+      make_ready(at, warp, panel);
+      __syncthreads();  // the panel is there, in the beginning scales and zero points as well; all warps are done with the one before
+      const uint32_t tokens = at.tokens + panel % 2 * kPanelBytes, ones = at.ones + panel % 2 * kPanelOnes;
+#pragma unroll 1
+      for (int in_panel = warp_k; in_panel < kPanel; in_panel += kWarpsK) {
+        const int step = panel * kPanel + in_panel;
+        if (step >= share.steps) break;
+        cp_async_wait<kStages - 2>();
+        __syncwarp();  // this step's codes have landed; all lanes have read those of the step before, whose slot is refilled
+        Words words;
+        load_codes(words, used);
+        if (in_panel == warp_k && panel + 1 < panels) copy_a(p, at, share, warp, panel + 1);
+        copy(p, share, refilled, step + (kStages - 1) * kWarpsK);
+        refilled = used;
+        used = used + kStageBytes == ring + kStages * kStageBytes ? ring : used + kStageBytes;
+        multiply(totals, words, tokens + in_panel * kTokenBytes, ones + in_panel * kGroups * kTokens * 4,
+                 shared_memory + (at.scales - shared) + step * kGroups * kScalePitch,
+                 shared_memory + (at.zeros - shared) + step * kGroups * kZeroPitch, first_column);
+      }
     }
     cp_async_wait<0>();
     __syncthreads();  // all warps are done with the rings, which the sums overwrite
