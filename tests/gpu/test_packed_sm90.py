@@ -27,8 +27,8 @@ def run(case: Product, config: Config | None = None) -> None:
 @pytest.mark.parametrize("dtype", ("bf16", "fp16"))
 def test_forms(dtype: str, weight: str, group: int, symmetric: bool) -> None:
     form: dict[str, Any] = dict(weight=weight, group=group, symmetric=symmetric)
-    for m in (1, 8, 13, 29, 64):
-        for n, k in ((64, 1024), (72, 32), (8, 4192), (1000, 2336), (2112, 7168)):
+    for m in (1, 13, 64):
+        for n, k in ((72, 32), (8, 4192), (1000, 2336)):
             run(Product(m, n, k, dtype, **form))
 
 

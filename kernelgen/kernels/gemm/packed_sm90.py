@@ -148,8 +148,8 @@ def spec(problem: GemmProblem, target: Target, config: Config) -> KernelSpec:
     """The specialisation: dtypes, group, epilogue and config; no extents."""
     p, c = problem, config
     parameters = operand_parameters(p) | dict(
-        tiles=c.tiles, token_tiles=c.tokens // 8, warps_n=c.warps_n, warps_k=c.warps_k, stages=c.stages, panel=c.panel, split_k=c.split_k, ahead=c.ahead,
-        blocks_per_sm=c.blocks, zero=p.zero_points, group=p.group_size)
+        tiles=c.tiles, token_tiles=c.tokens // 8, warps_n=c.warps_n, warps_k=c.warps_k, stages=c.stages, panel=c.panel, split_k=c.split_k,
+        ahead=c.ahead, blocks_per_sm=c.blocks, zero=p.zero_points, group=p.group_size)
     return KernelSpec.make(
         f"gemm_packed_sm90_{spec_words(p, c)}", "gemm/packed_sm90.cu.jinja", "nvrtc", parameters, params=PARAMS, params_type=PARAMS_TYPE,
         entries=(ENTRY,), target=target)

@@ -98,16 +98,20 @@ struct PackedSm90 : PackedCodes<Options> {
 
   // Whatever the kernel before still writes: prefetches bring lines to L2, where those writes go as well.
   __device__ static void prefetch(const GemmMmaParams& p, const Share& share) {
+    if (Options::kAhead == 0 || share.steps == 0) return;
+    for (int i = threadIdx.x; i < kColumns; i += kThreads) {
+      const int64_t column = min(share.column + i, p.n - 1), block = share.k(0) / kGroup;
+      prefetch_l2(static_cast<const ScaleB*>(p.scale_b) + column * p.scale_b_column + block * p.scale_b_block);
+    }
+    const int pieces = min(min(share.steps, kPanel) * kStep, p.k - share.k(0)) * 2 / kLine;
+    for (int i = threadIdx.x; i < p.m * pieces; i += kThreads) {
+      prefetch_l2(static_cast<const char*>(p.a) + i / pieces * p.a_stride + share.k(0) * 2 + i % pieces * kLine);
+    }
     const int ahead = min(share.steps, Options::kAhead);
     const int lines = ceil_div(min(ahead * kStep, p.k - share.k(0)) / 2, kLine);
     for (int i = threadIdx.x; i < kColumns * lines; i += kThreads) {
       const int64_t column = min(share.column + i % kColumns, p.n - 1);
       prefetch_l2(static_cast<const char*>(p.b) + column * p.b_stride + share.k(0) / 2 + i / kColumns * kLine);
-    }
-    if (Options::kAhead == 0 || share.steps == 0) return;
-    for (int i = threadIdx.x; i < kColumns; i += kThreads) {
-      const int64_t column = min(share.column + i, p.n - 1), block = share.k(0) / kGroup;
-      prefetch_l2(static_cast<const ScaleB*>(p.scale_b) + column * p.scale_b_column + block * p.scale_b_block);
     }
   }
 
@@ -201,24 +205,23 @@ struct PackedSm90 : PackedCodes<Options> {
     }
   }
 
-  // Entries of the slice, (N, groups) in memory, to rows of groups. Neighbouring threads take neighbouring groups of a column.
-  template <class Kept, class Entry>
+  // Entries of the slice, (N, groups) in memory, to rows of groups. Neighbouring threads take neighbouring groups of a column. What
+  // `meanwhile` starts is behind the first loads in the queue to memory.
+  template <class Kept, class Entry, class Start>
   __device__ static void bring_entries(unsigned char* target, int pitch, const Entry* source, int64_t column_stride, int64_t block_stride,
-                                       const GemmMmaParams& p, const Share& share) {
-    constexpr int kBatch = 8;
-    const int entries = share.steps * kGroups, last = (p.k - 1) / kGroup;
-    if (entries == 0) return;
+                                       const GemmMmaParams& p, const Share& share, Start meanwhile) {
+    constexpr int kBatch = 16;
+    const int entries = max(share.steps * kGroups, 1), last = (p.k - 1) / kGroup;
     const int columns = kThreads / entries, rest = kThreads % entries;
     int column = threadIdx.x / entries, entry = threadIdx.x % entries;
-#pragma unroll 1
-    while (column < kColumns) {
-      Entry values[kBatch];
-      int places[kBatch];
+    Entry values[kBatch];
+    int places[kBatch];
+    auto load = [&] {
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         places[i] = column < kColumns ? entry * pitch + column * static_cast<int>(sizeof(Kept)) : -1;
         const int block = min((share.k(0) + entry * kPerGroup) / kGroup, last);
-        values[i] = source[min(share.column + column, p.n - 1) * column_stride + block * block_stride];
+        if (places[i] >= 0) values[i] = source[min(share.column + column, p.n - 1) * column_stride + block * block_stride];
         column += columns;
         entry += rest;
         if (entry >= entries) {
@@ -226,10 +229,20 @@ struct PackedSm90 : PackedCodes<Options> {
           ++column;
         }
       }
+    };
+    auto store = [&] {
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         if (places[i] >= 0) *reinterpret_cast<Kept*>(target + places[i]) = kept<Kept>(values[i]);
       }
+    };
+    load();
+    meanwhile();
+    store();
+#pragma unroll 1
+    while (column < kColumns) {
+      load();
+      store();
     }
   }
 
@@ -380,12 +393,16 @@ struct PackedSm90 : PackedCodes<Options> {
     join_previous_kernel();
     const Copy copy(p, share, warp_n);
     const uint32_t ring = at.rings + warp * kStages * kStageBytes;
+    // First what the first products wait for: behind a ring of codes it would come late.
     copy_a(p, at, share, warp, 0);
-#pragma unroll
-    for (int i = 0; i < kStages - 1; ++i) copy(p, share, ring + i * kStageBytes, warp_k + i * kWarpsK);
+    if constexpr (kZero) {
+      bring_entries<uint8_t>(shared_memory + (at.zeros - shared), kZeroPitch, p.zero_b, p.zero_column, p.zero_block, p, share, [] {});
+    }
     bring_entries<Scale>(shared_memory + (at.scales - shared), kScalePitch, static_cast<const ScaleB*>(p.scale_b), p.scale_b_column,
-                         p.scale_b_block, p, share);
-    if constexpr (kZero) bring_entries<uint8_t>(shared_memory + (at.zeros - shared), kZeroPitch, p.zero_b, p.zero_column, p.zero_block, p, share);
+                         p.scale_b_block, p, share, [&] {
+#pragma unroll
+                           for (int i = 0; i < kStages - 1; ++i) copy(p, share, ring + i * kStageBytes, warp_k + i * kWarpsK);
+                         });
     const int first_column = warp_n * kWarpColumns + row_of_lane();
     Sums totals;
 #pragma unroll
