@@ -69,6 +69,17 @@ __device__ inline uint32_t e2m1_pair_apart(uint32_t word, int pair) {
   return e2m1_halves<T>(word << (12 - 4 * pair));
 }
 
+// All eight codes as pairs that are 16 bits apart, times 2^-14, in fp16: sign, exponent and mantissa fit in its upper byte, so four codes
+// are moved at a time.
+__device__ inline void e2m1_word(uint32_t (&pairs)[4], uint32_t word) {
+  constexpr uint32_t kSign = 0x80808080u, kRest = 0x0e0e0e0eu, kUpper = 0xff00ff00u;
+  const uint32_t even = (word << 4 & kSign) | (word << 1 & kRest), odd = (word & kSign) | (word >> 3 & kRest);
+  pairs[0] = __byte_perm(even, 0, 0x2404);
+  pairs[1] = __byte_perm(odd, 0, 0x2404);
+  pairs[2] = even & kUpper;
+  pairs[3] = odd & kUpper;
+}
+
 template <class T>
 __device__ inline uint32_t e2m1_pair(uint32_t word, int pair) {
   return e2m1_halves<T>(__byte_perm(word << 4, word, pair << 4 | (4 + pair) << 12));

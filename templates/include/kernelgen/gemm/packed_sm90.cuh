@@ -32,15 +32,25 @@ struct KeptScale<uint8_t> {
   using type = bf16;
 };
 
+// The type of the multiplication. e2m1 fits the upper byte of an fp16, which takes half of the work that a bf16 takes.
+template <class Code, class T>
+struct Multiplied {
+  using type = T;
+};
+template <class T>
+struct Multiplied<e2m1, T> {
+  using type = fp16;
+};
+
 // `Options`: as in packed_codes.cuh; kTiles (of 16 columns of a warp), kTokenTiles (of 8 rows of a), kWarpsN, kWarpsK, kStages (of a ring),
 // kPanel, kSplitK, kAhead (steps whose codes go to L2 beforehand)
 template <class Options>
 struct PackedSm90 : PackedCodes<Options> {
   using Codes = PackedCodes<Options>;
-  using T = typename Options::Product;
+  using T = typename Options::Product;  // of a
+  using Factor = typename Multiplied<typename Options::ElementB, T>::type;
   using ScaleB = typename Options::ScaleB;
   using Codes::begins_group;
-  using Codes::decode;
   using Codes::ends_group;
   using Codes::group_of_word;
   using Codes::k_of_word;
@@ -63,11 +73,14 @@ struct PackedSm90 : PackedCodes<Options> {
 
   static constexpr int kWarps = kWarpsN * kWarpsK, kThreads = kWarps * kWarpSize;
   static constexpr int kWarpColumns = kTiles * 16, kColumns = kWarpsN * kWarpColumns, kTokens = kTokenTiles * 8;
+  // Beside e2m1, rows of a are multiplied as fp16, step by step times the power of two that brings their largest element to 2^15: what
+  // that cuts off is less than 2^-39 of it.
+  static constexpr bool kNormal = is_same_v<typename Options::ElementB, e2m1>;
   static constexpr int kStepBytes = kStep / 2;  // of a column of codes
   static constexpr int kStageBytes = kWarpColumns * kStepBytes, kRingBytes = kWarps * kStages * kStageBytes;
   static constexpr int kSumPitch = kColumns + 4, kSumBytes = kTokens * kSumPitch * 4;  // of kWarpsN warps, in floats
   static constexpr int kSlotBytes = kWarpSize * 16, kTokenBytes = kWords * kTokenTiles * kSlotBytes;  // of a, of a step
-  static constexpr int kPanelBytes = kPanel * kTokenBytes, kPanelOnes = kRaised ? kPanel * kGroups * kTokens * 4 : 0;
+  static constexpr int kPanelBytes = kPanel * kTokenBytes, kPanelRows = kPanel * (kRaised ? kGroups : kNormal ? 1 : 0) * kTokens * 4;
   static constexpr int kRounds = kPanel / kWarpsK;  // of a warp, of a panel
   static_assert(kPanel % kWarpsK == 0, "all warps take as many steps of a panel");
   using Scale = typename KeptScale<ScaleB>::type;
@@ -79,12 +92,12 @@ struct PackedSm90 : PackedCodes<Options> {
   // Where things are in shared memory, for slices of `steps` steps. The rings come first; in the end the sums overwrite them. One panel is
   // enough where it holds the slice.
   struct Layout {
-    uint32_t rings, tokens, ones, scales, zeros;
+    uint32_t rings, tokens, rows, scales, zeros;  // rows: a float per row of a and group, or step
 
     __device__ Layout(uint32_t shared, int steps) : rings(shared), tokens(shared + max_of(kRingBytes, kWarpsK * kSumBytes)) {
       const int panels = steps > kPanel ? 2 : 1;
-      ones = tokens + panels * kPanelBytes;
-      scales = ones + panels * kPanelOnes;
+      rows = tokens + panels * kPanelBytes;
+      scales = rows + panels * kPanelRows;
       zeros = scales + steps * kGroups * kScalePitch;
     }
   };
@@ -163,35 +176,66 @@ struct PackedSm90 : PackedCodes<Options> {
     return piece / kTokenTiles * kTokenBytes + (word * kTokenTiles + piece % kTokenTiles) * kSlotBytes;
   }
 
-  // Its copies have landed: pairs for the products, and the sums of its rows over each group where codes are raised: negated, and
-  // times 136 where that is what is subtracted.
+  // Its copies have landed: they become pairs for the products, and what belongs to rows of a is found.
   __device__ static void make_ready(const Layout& at, int warp, int panel) {
-    const uint32_t one[4] = {kPairOfOnes<T>, kPairOfOnes<T>, kPairOfOnes<T>, kPairOfOnes<T>};
-    const uint32_t tokens = at.tokens + panel % 2 * kPanelBytes + lane_id() * 16, sums = at.ones + panel % 2 * kPanelOnes;
-#pragma unroll 2
+    const uint32_t tokens = at.tokens + panel % 2 * kPanelBytes + lane_id() * 16, rows = at.rows + panel % 2 * kPanelRows;
+#pragma unroll(kNormal ? 1 : 2)
     for (int piece = warp; piece < kPanel * kTokenTiles; piece += kWarps) {
-      float ones[4];
+      uint32_t raw[kWords][4], pairs[kWords][4];
 #pragma unroll
-      for (int word = 0; word < kWords; ++word) {
-        uint32_t raw[4], pairs[4];
-        load_chunk(raw, tokens + slot_of(piece, word));
-        Codes::pair_up(pairs, raw);
-        store_chunk(tokens + slot_of(piece, word), pairs);
-        if constexpr (kRaised) {
-          if (begins_group(word)) {
-            mma_m16n8k16_fresh<T>(ones, one, pairs[0], pairs[1]);
-          } else {
-            mma_m16n8k16<T>(ones, one, pairs[0], pairs[1]);
-          }
-          mma_m16n8k16<T>(ones, one, pairs[2], pairs[3]);
-          if (ends_group(word) && row_of_lane() == 0) {
-            const int group = piece / kTokenTiles * kGroups + group_of_word(word);
-            const uint32_t target = sums + (group * kTokens + piece % kTokenTiles * 8 + place() * 2) * 4;
-            constexpr float kFactor = kZero ? -1.0f : -136.0f;
-            store_word(target, __float_as_uint(kFactor * ones[0]));
-            store_word(target + 4, __float_as_uint(kFactor * ones[1]));
-          }
-        }
+      for (int word = 0; word < kWords; ++word) load_chunk(raw[word], tokens + slot_of(piece, word));
+      const int step = piece / kTokenTiles, row = piece % kTokenTiles * 8;
+      if constexpr (kNormal) {
+        normalize(pairs, raw, rows + (step * kTokens + row + row_of_lane()) * 4);
+      } else {
+#pragma unroll
+        for (int word = 0; word < kWords; ++word) Codes::pair_up(pairs[word], raw[word]);
+      }
+#pragma unroll
+      for (int word = 0; word < kWords; ++word) store_chunk(tokens + slot_of(piece, word), pairs[word]);
+      if constexpr (kRaised) add_up(pairs, rows + (step * kGroups * kTokens + row + place() * 2) * 4);
+    }
+  }
+
+  // The sums of eight rows over each group: negated, and times 136 where that is what is subtracted.
+  __device__ static void add_up(const uint32_t (&pairs)[kWords][4], uint32_t target) {
+    const uint32_t one[4] = {kPairOfOnes<T>, kPairOfOnes<T>, kPairOfOnes<T>, kPairOfOnes<T>};
+    constexpr float kFactor = kZero ? -1.0f : -136.0f;
+    float ones[4];
+#pragma unroll
+    for (int word = 0; word < kWords; ++word) {
+      if (begins_group(word)) {
+        mma_m16n8k16_fresh<T>(ones, one, pairs[word][0], pairs[word][1]);
+      } else {
+        mma_m16n8k16<T>(ones, one, pairs[word][0], pairs[word][1]);
+      }
+      mma_m16n8k16<T>(ones, one, pairs[word][2], pairs[word][3]);
+      if (ends_group(word) && row_of_lane() == 0) {
+        store_word(target + group_of_word(word) * kTokens * 4, __float_as_uint(kFactor * ones[0]));
+        store_word(target + group_of_word(word) * kTokens * 4 + 4, __float_as_uint(kFactor * ones[1]));
+      }
+    }
+  }
+
+  // A step of the quad's row: as fp16 pairs, and what makes up for their factor and that of the codes, 2^-14.
+  __device__ static void normalize(uint32_t (&pairs)[kWords][4], const uint32_t (&raw)[kWords][4], uint32_t target) {
+    uint32_t most = raw[0][0];
+#pragma unroll
+    for (int i = 1; i < kWords * 4; ++i) most = larger_pair<T>(most, raw[i / 4][i % 4]);
+    most = larger_pair<T>(most, __shfl_xor_sync(kFullWarp, most, 1));
+    most = larger_pair<T>(most, __shfl_xor_sync(kFullWarp, most, 2));
+    const float2 both = unpack_pair<T>(most);
+    const int exponent = __float_as_uint(fmaxf(fabsf(both.x), fabsf(both.y))) >> 23;
+    const int raise = min(127 + 15 + 127 - exponent, 253);  // as a float's exponent; its reciprocal is no subnormal
+    const float factor = __uint_as_float(static_cast<uint32_t>(raise) << 23);
+    if (place() == 0) store_word(target, static_cast<uint32_t>(254 - raise + 14) << 23);
+#pragma unroll
+    for (int word = 0; word < kWords; ++word) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float2 first = unpack_pair<T>(raw[word][i]), second = unpack_pair<T>(raw[word][i + 2]);
+        pairs[word][2 * i] = pack_pair<fp16>(first.x * factor, second.x * factor);
+        pairs[word][2 * i + 1] = pack_pair<fp16>(first.y * factor, second.y * factor);
       }
     }
   }
@@ -292,10 +336,20 @@ struct PackedSm90 : PackedCodes<Options> {
     }
   };
 
-  // One step. `tokens`, `ones`: what a has for it; `scales`, `zeros`: its first rows.
-  __device__ static void multiply(Sums& totals, const Words& words, uint32_t tokens, uint32_t ones, const unsigned char* scales,
+  // Eight codes of a column as pairs that are 16 bits apart.
+  __device__ static void decode(uint32_t (&pairs)[4], uint32_t word, uint32_t zero) {
+    if constexpr (kNormal) {
+      e2m1_word(pairs, word);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) pairs[i] = Codes::decode(word, i, zero);
+    }
+  }
+
+  // One step. `tokens`, `rows`: what a has for it; `scales`, `zeros`: its first rows.
+  __device__ static void multiply(Sums& totals, const Words& words, uint32_t tokens, uint32_t rows, const unsigned char* scales,
                                   const unsigned char* zeros, int first_column) {
-    Sums partial;
+    Sums partial, scaled;  // of a group; of the step, where rows of a are normal
     Group group;
     float raised[kTokenTiles][2];
 #pragma unroll
@@ -306,20 +360,17 @@ struct PackedSm90 : PackedCodes<Options> {
 #pragma unroll
       for (int t = 0; t < kTokenTiles; ++t) {
         load_chunk(a[t], tokens + lane_id() * 16 + (word * kTokenTiles + t) * kSlotBytes);
-        if (kRaised && begins_group(word)) {
-          uint32_t pair[2];
-          load_pair(pair, ones + (index * kTokens + t * 8 + place() * 2) * 4);
-          raised[t][0] = __uint_as_float(pair[0]);
-          raised[t][1] = __uint_as_float(pair[1]);
-        }
+        if (kRaised && begins_group(word)) load_row_values(raised[t], rows + (index * kTokens + t * 8) * 4);
       }
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
+        uint32_t pairs[2][4];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) decode(pairs[half], words[tile][half][word], group.zeros[tile][half]);
 #pragma unroll
         for (int product = 0; product < 2; ++product) {
-          uint32_t b[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) b[i] = decode(words[tile][i % 2][word], 2 * product + i / 2, group.zeros[tile][i % 2]);
+          const int i = 2 * product;
+          const uint32_t b[4] = {pairs[0][i], pairs[1][i], pairs[0][i + 1], pairs[1][i + 1]};
 #pragma unroll
           for (int t = 0; t < kTokenTiles; ++t) {
             float(&sums)[4] = partial[tile][t];
@@ -327,13 +378,13 @@ struct PackedSm90 : PackedCodes<Options> {
               if constexpr (kRaised) {
                 float from[4];
 #pragma unroll
-                for (int i = 0; i < 4; ++i) from[i] = raised[t][i % 2] * (kZero ? __uint_as_float(group.zeros[tile][i / 2]) : 1.0f);
-                mma_m16n8k16_from<T>(sums, from, b, a[t][0], a[t][1]);
+                for (int j = 0; j < 4; ++j) from[j] = raised[t][j % 2] * (kZero ? __uint_as_float(group.zeros[tile][j / 2]) : 1.0f);
+                mma_m16n8k16_from<Factor>(sums, from, b, a[t][0], a[t][1]);
               } else {
-                mma_m16n8k16_fresh<T>(sums, b, a[t][0], a[t][1]);
+                mma_m16n8k16_fresh<Factor>(sums, b, a[t][0], a[t][1]);
               }
             } else {
-              mma_m16n8k16<T>(sums, b, a[t][2 * product], a[t][2 * product + 1]);
+              mma_m16n8k16<Factor>(sums, b, a[t][i], a[t][i + 1]);
             }
           }
         }
@@ -341,11 +392,38 @@ struct PackedSm90 : PackedCodes<Options> {
 #pragma unroll
           for (int t = 0; t < kTokenTiles; ++t) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) totals[tile][t][i] = fmaf(partial[tile][t][i], group.scales[tile][i / 2], totals[tile][t][i]);
+            for (int i = 0; i < 4; ++i) {
+              const float sum = partial[tile][t][i], scale = group.scales[tile][i / 2];
+              if constexpr (kNormal) {
+                scaled[tile][t][i] = index == 0 ? sum * scale : fmaf(sum, scale, scaled[tile][t][i]);
+              } else {
+                totals[tile][t][i] = fmaf(sum, scale, totals[tile][t][i]);
+              }
+            }
           }
         }
       }
     }
+    if constexpr (kNormal) {
+#pragma unroll
+      for (int t = 0; t < kTokenTiles; ++t) {
+        float factors[2];
+        load_row_values(factors, rows + t * 32);
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) totals[tile][t][i] = fmaf(scaled[tile][t][i], factors[i % 2], totals[tile][t][i]);
+        }
+      }
+    }
+  }
+
+  // Of the two rows of a whose sums a lane has, of eight.
+  __device__ static void load_row_values(float (&values)[2], uint32_t rows) {
+    uint32_t pair[2];
+    load_pair(pair, rows + place() * 8);
+    values[0] = __uint_as_float(pair[0]);
+    values[1] = __uint_as_float(pair[1]);
   }
 
   __device__ static void leave_sums(const Sums& totals, float* sums, int first_column) {
@@ -414,7 +492,7 @@ struct PackedSm90 : PackedCodes<Options> {
       cp_async_wait<min_of(kStages - 2, kRounds - 1)>();  // of this lane's copies those of the panel, a panel or kStages - 1 groups ago
       make_ready(at, warp, panel);
       __syncthreads();  // the panel is there, in the beginning scales and zero points as well; all warps are done with the one before
-      const uint32_t tokens = at.tokens + panel % 2 * kPanelBytes, ones = at.ones + panel % 2 * kPanelOnes;
+      const uint32_t tokens = at.tokens + panel % 2 * kPanelBytes, rows = at.rows + panel % 2 * kPanelRows;
 #pragma unroll 1
       for (int in_panel = warp_k; in_panel < kPanel; in_panel += kWarpsK) {
         const int step = panel * kPanel + in_panel;
@@ -427,7 +505,7 @@ struct PackedSm90 : PackedCodes<Options> {
         copy(p, share, refilled, step + (kStages - 1) * kWarpsK);
         refilled = used;
         used = used + kStageBytes == ring + kStages * kStageBytes ? ring : used + kStageBytes;
-        multiply(totals, words, tokens + in_panel * kTokenBytes, ones + in_panel * kGroups * kTokens * 4,
+        multiply(totals, words, tokens + in_panel * kTokenBytes, rows + in_panel * (kPanelRows / kPanel),
                  shared_memory + (at.scales - shared) + step * kGroups * kScalePitch,
                  shared_memory + (at.zeros - shared) + step * kGroups * kZeroPitch, first_column);
       }
