@@ -86,11 +86,12 @@ def shared_memory(problem: GemmProblem, config: Config) -> int:
     p, c = problem, config
     rings = c.threads // 32 * c.stages * c.tiles * 16 * _STEP // 2
     sums = c.warps_k * c.tokens * (c.block_n + 4) * 4
-    row = c.block_n * _SCALE_BYTES[p.scale_dtype or "bf16"] + 4 + (c.block_n + 4 if p.zero_points else 0)
+    kept = [_SCALE_BYTES[p.scale_dtype or "bf16"], *([1] if p.zero_points else [])]
+    row = sum(c.block_n * _groups(p) * size + max(4, _groups(p) * size) for size in kept)
     values = _groups(p) if _raised(p) else 1 if p.weight_format == "mxfp4" else 0
     panel = c.panel * c.tokens * (_STEP * 2 + values * 4)
     steps = _steps(p, c)
-    return max(rings, sums) + (2 if steps > c.panel else 1) * panel + steps * _groups(p) * row
+    return max(rings, sums) + (2 if steps > c.panel else 1) * panel + steps * row
 
 
 def supports(problem: GemmProblem, target: Target) -> Verdict:

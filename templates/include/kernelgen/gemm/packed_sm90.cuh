@@ -32,6 +32,12 @@ struct KeptScale<uint8_t> {
   using type = bf16;
 };
 
+// Scales, or zero points, of a step and column lie together, to be loaded together.
+template <class Entry, int Groups>
+struct alignas(Groups * sizeof(Entry)) StepEntries {
+  Entry of_group[Groups];
+};
+
 // The type of the multiplication. e2m1 fits the upper byte of an fp16, which takes half of the work that a bf16 takes.
 template <class Code, class T>
 struct Multiplied {
@@ -84,8 +90,11 @@ struct PackedSm90 : PackedCodes<Options> {
   static constexpr int kRounds = kPanel / kWarpsK;  // of a warp, of a panel
   static_assert(kPanel % kWarpsK == 0, "all warps take as many steps of a panel");
   using Scale = typename KeptScale<ScaleB>::type;
-  // Rows of scales and zero points are an odd number of words apart: they are written group by group of a column.
-  static constexpr int kScalePitch = kColumns * static_cast<int>(sizeof(Scale)) + 4, kZeroPitch = kColumns + 4;
+  template <class Entry>
+  using Entries = StepEntries<Entry, kGroups>;
+  // Rows of steps are padded: threads write them column by column.
+  template <class Entry>
+  static constexpr int kPitch = kColumns * static_cast<int>(sizeof(Entries<Entry>)) + max_of(4, static_cast<int>(sizeof(Entries<Entry>)));
   static constexpr int kPerGroup = kStep / kGroups;
   static constexpr int kLine = 128;  // bytes
 
@@ -98,7 +107,7 @@ struct PackedSm90 : PackedCodes<Options> {
       const int panels = steps > kPanel ? 2 : 1;
       rows = tokens + panels * kPanelBytes;
       scales = rows + panels * kPanelRows;
-      zeros = scales + steps * kGroups * kScalePitch;
+      zeros = scales + steps * kPitch<Scale>;
     }
   };
 
@@ -249,10 +258,10 @@ struct PackedSm90 : PackedCodes<Options> {
     }
   }
 
-  // Entries of the slice, (N, groups) in memory, to rows of groups. Neighbouring threads take neighbouring groups of a column. What
+  // Entries of the slice, (N, groups) in memory, to rows of steps. Neighbouring threads take neighbouring groups of a column. What
   // `meanwhile` starts is behind the first loads in the queue to memory.
   template <class Kept, class Entry, class Start>
-  __device__ static void bring_entries(unsigned char* target, int pitch, const Entry* source, int64_t column_stride, int64_t block_stride,
+  __device__ static void bring_entries(unsigned char* target, const Entry* source, int64_t column_stride, int64_t block_stride,
                                        const GemmMmaParams& p, const Share& share, Start meanwhile) {
     constexpr int kBatch = 16;
     const int entries = max(share.steps * kGroups, 1), last = (p.k - 1) / kGroup;
@@ -263,7 +272,7 @@ struct PackedSm90 : PackedCodes<Options> {
     auto load = [&] {
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        places[i] = column < kColumns ? entry * pitch + column * static_cast<int>(sizeof(Kept)) : -1;
+        places[i] = column < kColumns ? entry / kGroups * kPitch<Kept> + (column * kGroups + entry % kGroups) * static_cast<int>(sizeof(Kept)) : -1;
         const int block = min((share.k(0) + entry * kPerGroup) / kGroup, last);
         if (places[i] >= 0) values[i] = source[min(share.column + column, p.n - 1) * column_stride + block * block_stride];
         column += columns;
@@ -320,18 +329,29 @@ struct PackedSm90 : PackedCodes<Options> {
     }
   }
 
-  // What a lane needs of its columns for one group. Zero points: as PackedCodes::zero_value.
+  // What a lane needs of its columns for one step, as it is kept, and for one group. Zero points: as PackedCodes::zero_value.
+  struct StepScales {
+    Entries<Scale> scales[2 * kTiles];
+    Entries<uint8_t> zeros[kZero ? 2 * kTiles : 1];
+
+    __device__ StepScales(const unsigned char* scale_row, const unsigned char* zero_row, int first) {
+#pragma unroll
+      for (int i = 0; i < 2 * kTiles; ++i) {
+        scales[i] = reinterpret_cast<const Entries<Scale>*>(scale_row)[first + 8 * i];
+        if constexpr (kZero) zeros[i] = reinterpret_cast<const Entries<uint8_t>*>(zero_row)[first + 8 * i];
+      }
+    }
+  };
   struct Group {
     float scales[kTiles][2];
     uint32_t zeros[kTiles][2];
 
-    __device__ void load(const unsigned char* scale_row, const unsigned char* zero_row, int first) {
+    __device__ void take(const StepScales& step, int index) {
 #pragma unroll
       for (int i = 0; i < 2 * kTiles; ++i) {
-        const int column = first + 8 * i;
-        scales[i / 2][i % 2] = scale_value(reinterpret_cast<const Scale*>(scale_row)[column]);
+        scales[i / 2][i % 2] = scale_value(step.scales[i].of_group[index]);
         zeros[i / 2][i % 2] = 0;
-        if constexpr (kZero) zeros[i / 2][i % 2] = Codes::zero_value(zero_row[column]);
+        if constexpr (kZero) zeros[i / 2][i % 2] = Codes::zero_value(step.zeros[i].of_group[index]);
       }
     }
   };
@@ -346,16 +366,17 @@ struct PackedSm90 : PackedCodes<Options> {
     }
   }
 
-  // One step. `tokens`, `rows`: what a has for it; `scales`, `zeros`: its first rows.
+  // One step. `tokens`, `rows`: what a has for it; `scales`, `zeros`: its rows.
   __device__ static void multiply(Sums& totals, const Words& words, uint32_t tokens, uint32_t rows, const unsigned char* scales,
                                   const unsigned char* zeros, int first_column) {
     Sums partial, scaled;  // of a group; of the step, where rows of a are normal
     Group group;
+    const StepScales step(scales, zeros, first_column);
     float raised[kTokenTiles][2];
 #pragma unroll
     for (int word = 0; word < kWords; ++word) {
       const int index = group_of_word(word);
-      if (begins_group(word)) group.load(scales + index * kScalePitch, zeros + index * kZeroPitch, first_column);
+      if (begins_group(word)) group.take(step, index);
       uint32_t a[kTokenTiles][4];
 #pragma unroll
       for (int t = 0; t < kTokenTiles; ++t) {
@@ -474,9 +495,9 @@ struct PackedSm90 : PackedCodes<Options> {
     // First what the first products wait for: behind a ring of codes it would come late.
     copy_a(p, at, share, warp, 0);
     if constexpr (kZero) {
-      bring_entries<uint8_t>(shared_memory + (at.zeros - shared), kZeroPitch, p.zero_b, p.zero_column, p.zero_block, p, share, [] {});
+      bring_entries<uint8_t>(shared_memory + (at.zeros - shared), p.zero_b, p.zero_column, p.zero_block, p, share, [] {});
     }
-    bring_entries<Scale>(shared_memory + (at.scales - shared), kScalePitch, static_cast<const ScaleB*>(p.scale_b), p.scale_b_column,
+    bring_entries<Scale>(shared_memory + (at.scales - shared), static_cast<const ScaleB*>(p.scale_b), p.scale_b_column,
                          p.scale_b_block, p, share, [&] {
 #pragma unroll
                            for (int i = 0; i < kStages - 1; ++i) copy(p, share, ring + i * kStageBytes, warp_k + i * kWarpsK);
@@ -506,8 +527,8 @@ struct PackedSm90 : PackedCodes<Options> {
         refilled = used;
         used = used + kStageBytes == ring + kStages * kStageBytes ? ring : used + kStageBytes;
         multiply(totals, words, tokens + in_panel * kTokenBytes, rows + in_panel * (kPanelRows / kPanel),
-                 shared_memory + (at.scales - shared) + step * kGroups * kScalePitch,
-                 shared_memory + (at.zeros - shared) + step * kGroups * kZeroPitch, first_column);
+                 shared_memory + (at.scales - shared) + step * kPitch<Scale>, shared_memory + (at.zeros - shared) + step * kPitch<uint8_t>,
+                 first_column);
       }
     }
     cp_async_wait<0>();
