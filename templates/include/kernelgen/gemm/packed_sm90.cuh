@@ -164,22 +164,27 @@ struct PackedSm90 : PackedCodes<Options> {
     }
   };
 
-  // A part of a's slice on its way to shared memory, in the order in which lanes multiply it: a piece is a step of eight rows. The copies
-  // join the next group of codes. Each lane copies what it makes ready itself.
+  // A part of a's slice on its way to shared memory, in the order in which lanes multiply it: a piece is a step of eight rows, copied and
+  // made ready by one warp. Half a warp copies a row's 256 bytes, so that whole lines come. The copies join the next group of codes.
   __device__ static void copy_a(const GemmMmaParams& p, const Layout& at, const Share& share, int warp, int panel) {
-    const uint32_t target = at.tokens + panel % 2 * kPanelBytes + lane_id() * 16;
+    constexpr int kLanes = kStep / 8, kRows = kWarpSize / kLanes;  // of a row; rows at a time
+    const int chunk = lane_id() % kLanes, element = chunk * 8;
+    // The word and the lane that element belongs to: k_of_word the other way round.
+    const int word = element / (4 * kRun) * (kRun / 8) + element % kRun / 8, lane = lane_id() / kLanes * 4 + element / kRun % 4;
+    const uint32_t target = at.tokens + panel % 2 * kPanelBytes;
 #pragma unroll 1
     for (int piece = warp; piece < kPanel * kTokenTiles; piece += kWarps) {
-      const int token = piece % kTokenTiles * 8 + row_of_lane(), k0 = share.k(panel * kPanel + piece / kTokenTiles);
-      const char* row = static_cast<const char*>(p.a) + token * p.a_stride;
+      const int first = piece % kTokenTiles * 8 + lane_id() / kLanes, k = share.k(panel * kPanel + piece / kTokenTiles) + element;
+      const char* source = static_cast<const char*>(p.a) + first * p.a_stride + static_cast<int64_t>(k) * 2;
 #pragma unroll
-      for (int word = 0; word < kWords; ++word) {
-        const int k = k0 + k_of_word(word);
-        const bool exists = token < p.m && k < p.k;
-        cp_async_16(target + slot_of(piece, word), row + static_cast<int64_t>(k) * 2, exists);
+      for (int row = 0; row < 8; row += kRows) {
+        cp_async_16(target + slot_of(piece, word) + of_lane(lane + row * 4, word), source + row * p.a_stride, first + row < p.m && k < p.k);
       }
     }
   }
+
+  // Where a lane's 16 bytes are in a slot. The eight lanes that copy 128 bytes of a row write two or four words: to different banks.
+  __device__ static int of_lane(int lane, int word) { return lane * 16 ^ (word % 2 * 64 + word / 2 * 32); }
 
   __device__ static int slot_of(int piece, int word) {
     return piece / kTokenTiles * kTokenBytes + (word * kTokenTiles + piece % kTokenTiles) * kSlotBytes;
@@ -187,12 +192,12 @@ struct PackedSm90 : PackedCodes<Options> {
 
   // Its copies have landed: they become pairs for the products, and what belongs to rows of a is found.
   __device__ static void make_ready(const Layout& at, int warp, int panel) {
-    const uint32_t tokens = at.tokens + panel % 2 * kPanelBytes + lane_id() * 16, rows = at.rows + panel % 2 * kPanelRows;
+    const uint32_t tokens = at.tokens + panel % 2 * kPanelBytes, rows = at.rows + panel % 2 * kPanelRows;
 #pragma unroll(kNormal ? 1 : 2)
     for (int piece = warp; piece < kPanel * kTokenTiles; piece += kWarps) {
       uint32_t raw[kWords][4], pairs[kWords][4];
 #pragma unroll
-      for (int word = 0; word < kWords; ++word) load_chunk(raw[word], tokens + slot_of(piece, word));
+      for (int word = 0; word < kWords; ++word) load_chunk(raw[word], tokens + slot_of(piece, word) + of_lane(lane_id(), word));
       const int step = piece / kTokenTiles, row = piece % kTokenTiles * 8;
       if constexpr (kNormal) {
         normalize(pairs, raw, rows + (step * kTokens + row + row_of_lane()) * 4);
@@ -201,7 +206,7 @@ struct PackedSm90 : PackedCodes<Options> {
         for (int word = 0; word < kWords; ++word) Codes::pair_up(pairs[word], raw[word]);
       }
 #pragma unroll
-      for (int word = 0; word < kWords; ++word) store_chunk(tokens + slot_of(piece, word), pairs[word]);
+      for (int word = 0; word < kWords; ++word) store_chunk(tokens + slot_of(piece, word) + of_lane(lane_id(), word), pairs[word]);
       if constexpr (kRaised) add_up(pairs, rows + (step * kGroups * kTokens + row + place() * 2) * 4);
     }
   }
@@ -380,7 +385,7 @@ struct PackedSm90 : PackedCodes<Options> {
       uint32_t a[kTokenTiles][4];
 #pragma unroll
       for (int t = 0; t < kTokenTiles; ++t) {
-        load_chunk(a[t], tokens + lane_id() * 16 + (word * kTokenTiles + t) * kSlotBytes);
+        load_chunk(a[t], tokens + of_lane(lane_id(), word) + (word * kTokenTiles + t) * kSlotBytes);
         if (kRaised && begins_group(word)) load_row_values(raised[t], rows + (index * kTokens + t * 8) * 4);
       }
 #pragma unroll
@@ -510,7 +515,8 @@ struct PackedSm90 : PackedCodes<Options> {
     const int panels = ceil_div(share.steps, kPanel);
 #pragma unroll 1
     for (int panel = 0; panel < panels; ++panel) {
-      cp_async_wait<min_of(kStages - 2, kRounds - 1)>();  // of this lane's copies those of the panel, a panel or kStages - 1 groups ago
+      cp_async_wait<min_of(kStages - 2, kRounds - 1)>();  // this lane's copies of the panel, which it made a panel or kStages - 1 groups ago
+      __syncwarp();  // those of the other lanes have landed, too
       make_ready(at, warp, panel);
       __syncthreads();  // the panel is there, in the beginning scales and zero points as well; all warps are done with the one before
       const uint32_t tokens = at.tokens + panel % 2 * kPanelBytes, rows = at.rows + panel % 2 * kPanelRows;
