@@ -66,11 +66,6 @@ class Config:
         return 32 * self.warps_n * self.warps_k
 
 
-def _raised(problem: GemmProblem) -> bool:
-    """PackedCodes::kRaised of the header."""
-    return problem.weight_format == "int4" and problem.a_dtype == "bf16" and problem.out_dtype in ("bf16", "fp16")
-
-
 def _groups(problem: GemmProblem) -> int:
     """Of a step."""
     return max(1, _STEP // (problem.group_size or _STEP))
@@ -88,8 +83,7 @@ def shared_memory(problem: GemmProblem, config: Config) -> int:
     sums = c.warps_k * c.tokens * (c.block_n + 4) * 4
     kept = [_SCALE_BYTES[p.scale_dtype or "bf16"], *([1] if p.zero_points else [])]
     row = sum(c.block_n * _groups(p) * size + max(4, _groups(p) * size) for size in kept)
-    values = _groups(p) if _raised(p) else 1 if p.weight_format == "mxfp4" else 0
-    panel = c.panel * c.tokens * (_STEP * 2 + values * 4)
+    panel = c.panel * c.tokens * (_STEP * 2 + (4 if p.weight_format == "mxfp4" else 0))
     steps = _steps(p, c)
     return max(rings, sums) + (2 if steps > c.panel else 1) * panel + steps * row
 

@@ -5,7 +5,7 @@
 //
 //   codes   each warp fills a ring of its own in shared memory by cp.async: many bytes on their way, and no barrier between its steps
 //   a       panels of kPanel steps of k by cp.async in the order in which lanes multiply it, 16 bytes per lane and load. Two of them, so
-//           that the next one comes while this one is multiplied; before that its elements are paired up and added up, group by group
+//           that the next one comes while this one is multiplied
 //   scales  of the slice to shared memory, group by group
 //   warp    kTiles * 16 columns; steps of 128 of k, every kWarpsK-th; after each group its sums times its scale to the totals
 //
@@ -61,7 +61,6 @@ struct PackedSm90 : PackedCodes<Options> {
   using Codes::group_of_word;
   using Codes::k_of_word;
   using Codes::kGroups;
-  using Codes::kRaised;
   using Codes::kRun;
   using Codes::kStep;
   using Codes::kWords;
@@ -86,7 +85,7 @@ struct PackedSm90 : PackedCodes<Options> {
   static constexpr int kStageBytes = kWarpColumns * kStepBytes, kRingBytes = kWarps * kStages * kStageBytes;
   static constexpr int kSumPitch = kColumns + 4, kSumBytes = kTokens * kSumPitch * 4;  // of kWarpsN warps, in floats
   static constexpr int kSlotBytes = kWarpSize * 16, kTokenBytes = kWords * kTokenTiles * kSlotBytes;  // of a, of a step
-  static constexpr int kPanelBytes = kPanel * kTokenBytes, kPanelRows = kPanel * (kRaised ? kGroups : kNormal ? 1 : 0) * kTokens * 4;
+  static constexpr int kPanelBytes = kPanel * kTokenBytes, kPanelRows = kNormal ? kPanel * kTokens * 4 : 0;
   static constexpr int kRounds = kPanel / kWarpsK;  // of a warp, of a panel
   static_assert(kPanel % kWarpsK == 0, "all warps take as many steps of a panel");
   using Scale = typename KeptScale<ScaleB>::type;
@@ -101,7 +100,7 @@ struct PackedSm90 : PackedCodes<Options> {
   // Where things are in shared memory, for slices of `steps` steps. The rings come first; in the end the sums overwrite them. One panel is
   // enough where it holds the slice.
   struct Layout {
-    uint32_t rings, tokens, rows, scales, zeros;  // rows: a float per row of a and group, or step
+    uint32_t rings, tokens, rows, scales, zeros;  // rows: a float per row of a and step
 
     __device__ Layout(uint32_t shared, int steps) : rings(shared), tokens(shared + max_of(kRingBytes, kWarpsK * kSumBytes)) {
       const int panels = steps > kPanel ? 2 : 1;
@@ -190,7 +189,7 @@ struct PackedSm90 : PackedCodes<Options> {
     return piece / kTokenTiles * kTokenBytes + (word * kTokenTiles + piece % kTokenTiles) * kSlotBytes;
   }
 
-  // Its copies have landed: they become pairs for the products, and what belongs to rows of a is found.
+  // Its copies have landed: they become pairs for the products.
   __device__ static void make_ready(const Layout& at, int warp, int panel) {
     const uint32_t tokens = at.tokens + panel % 2 * kPanelBytes, rows = at.rows + panel % 2 * kPanelRows;
 #pragma unroll(kNormal ? 1 : 2)
@@ -207,27 +206,6 @@ struct PackedSm90 : PackedCodes<Options> {
       }
 #pragma unroll
       for (int word = 0; word < kWords; ++word) store_chunk(tokens + slot_of(piece, word) + of_lane(lane_id(), word), pairs[word]);
-      if constexpr (kRaised) add_up(pairs, rows + (step * kGroups * kTokens + row + place() * 2) * 4);
-    }
-  }
-
-  // The sums of eight rows over each group: negated, and times 136 where that is what is subtracted.
-  __device__ static void add_up(const uint32_t (&pairs)[kWords][4], uint32_t target) {
-    const uint32_t one[4] = {kPairOfOnes<T>, kPairOfOnes<T>, kPairOfOnes<T>, kPairOfOnes<T>};
-    constexpr float kFactor = kZero ? -1.0f : -136.0f;
-    float ones[4];
-#pragma unroll
-    for (int word = 0; word < kWords; ++word) {
-      if (begins_group(word)) {
-        mma_m16n8k16_fresh<T>(ones, one, pairs[word][0], pairs[word][1]);
-      } else {
-        mma_m16n8k16<T>(ones, one, pairs[word][0], pairs[word][1]);
-      }
-      mma_m16n8k16<T>(ones, one, pairs[word][2], pairs[word][3]);
-      if (ends_group(word) && row_of_lane() == 0) {
-        store_word(target + group_of_word(word) * kTokens * 4, __float_as_uint(kFactor * ones[0]));
-        store_word(target + group_of_word(word) * kTokens * 4 + 4, __float_as_uint(kFactor * ones[1]));
-      }
     }
   }
 
@@ -334,7 +312,7 @@ struct PackedSm90 : PackedCodes<Options> {
     }
   }
 
-  // What a lane needs of its columns for one step, as it is kept, and for one group. Zero points: as PackedCodes::zero_value.
+  // What a lane needs of its columns for one step, as it is kept, and for one group. Zero points: negated pairs in kCodeUnit.
   struct StepScales {
     Entries<Scale> scales[2 * kTiles];
     Entries<uint8_t> zeros[kZero ? 2 * kTiles : 1];
@@ -355,8 +333,11 @@ struct PackedSm90 : PackedCodes<Options> {
 #pragma unroll
       for (int i = 0; i < 2 * kTiles; ++i) {
         scales[i / 2][i % 2] = scale_value(step.scales[i].of_group[index]);
-        zeros[i / 2][i % 2] = 0;
-        if constexpr (kZero) zeros[i / 2][i % 2] = Codes::zero_value(step.zeros[i].of_group[index]);
+        zeros[i / 2][i % 2] = kMinusEight<Factor>;
+        if constexpr (kZero) {
+          const float zero = -kCodeUnit<Factor> * static_cast<float>(step.zeros[i].of_group[index]);
+          zeros[i / 2][i % 2] = pack_pair<Factor>(zero, zero);
+        }
       }
     }
   };
@@ -366,8 +347,7 @@ struct PackedSm90 : PackedCodes<Options> {
     if constexpr (kNormal) {
       e2m1_word(pairs, word);
     } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) pairs[i] = Codes::decode(word, i, zero);
+      int4_word<T>(pairs, word, zero);
     }
   }
 
@@ -377,7 +357,6 @@ struct PackedSm90 : PackedCodes<Options> {
     Sums partial, scaled;  // of a group; of the step, where rows of a are normal
     Group group;
     const StepScales step(scales, zeros, first_column);
-    float raised[kTokenTiles][2];
 #pragma unroll
     for (int word = 0; word < kWords; ++word) {
       const int index = group_of_word(word);
@@ -386,7 +365,6 @@ struct PackedSm90 : PackedCodes<Options> {
 #pragma unroll
       for (int t = 0; t < kTokenTiles; ++t) {
         load_chunk(a[t], tokens + of_lane(lane_id(), word) + (word * kTokenTiles + t) * kSlotBytes);
-        if (kRaised && begins_group(word)) load_row_values(raised[t], rows + (index * kTokens + t * 8) * 4);
       }
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
@@ -401,14 +379,7 @@ struct PackedSm90 : PackedCodes<Options> {
           for (int t = 0; t < kTokenTiles; ++t) {
             float(&sums)[4] = partial[tile][t];
             if (product == 0 && begins_group(word)) {
-              if constexpr (kRaised) {
-                float from[4];
-#pragma unroll
-                for (int j = 0; j < 4; ++j) from[j] = raised[t][j % 2] * (kZero ? __uint_as_float(group.zeros[tile][j / 2]) : 1.0f);
-                mma_m16n8k16_from<Factor>(sums, from, b, a[t][0], a[t][1]);
-              } else {
-                mma_m16n8k16_fresh<Factor>(sums, b, a[t][0], a[t][1]);
-              }
+              mma_m16n8k16_fresh<Factor>(sums, b, a[t][0], a[t][1]);
             } else {
               mma_m16n8k16<Factor>(sums, b, a[t][i], a[t][i + 1]);
             }
@@ -482,6 +453,10 @@ struct PackedSm90 : PackedCodes<Options> {
         y[4] += high.x, y[5] += high.y, y[6] += high.z, y[7] += high.w;
       }
     }
+    if constexpr (!kNormal) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) y[i] *= 1.0f / kCodeUnit<T>;
+    }
     Codes::finish(y, p, token, column);
   }
 
@@ -532,7 +507,7 @@ struct PackedSm90 : PackedCodes<Options> {
         copy(p, share, refilled, step + (kStages - 1) * kWarpsK);
         refilled = used;
         used = used + kStageBytes == ring + kStages * kStageBytes ? ring : used + kStageBytes;
-        multiply(totals, words, tokens + in_panel * kTokenBytes, rows + in_panel * (kPanelRows / kPanel),
+        multiply(totals, words, tokens + in_panel * kTokenBytes, rows + in_panel * kTokens * 4,
                  shared_memory + (at.scales - shared) + step * kPitch<Scale>, shared_memory + (at.zeros - shared) + step * kPitch<uint8_t>,
                  first_column);
       }
