@@ -24,7 +24,7 @@ from kernelgen.targets import Target
 from kernelgen.tensors import GemmTensors
 from kernelgen.testing.tolerance import Comparison, compare
 
-BLOCK, INT4_GROUP = 128, 128
+BLOCK, INT4_GROUP, MX_GROUP = 128, 128, 32
 _SAMPLE = 128  # rows of an output, and _SAMPLE_COLUMNS columns, that the check looks at: half of them at either end
 _SAMPLE_COLUMNS = 2048
 
@@ -46,7 +46,9 @@ class Recipe:
     @property
     def weight_bytes(self) -> float:
         """Of an element of b, its scale included."""
-        return 0.5 + DTYPES[self.dtype].bytes / INT4_GROUP if self.weight else DTYPES[self.dtype].bytes
+        if self.weight is None:
+            return DTYPES[self.dtype].bytes
+        return 0.5 + (1 / MX_GROUP if self.weight == "mxfp4" else DTYPES[self.dtype].bytes / INT4_GROUP)
 
     @property
     def ulps(self) -> Callable[[int], float]:
@@ -64,7 +66,7 @@ RECIPES: dict[str, Recipe] = {
         Recipe("fp8-tensor", "e4m3", "tensor"), Recipe("fp8-tensor-fast", "e4m3", "tensor", "fast"),
         Recipe("fp8-row", "e4m3", "row"), Recipe("fp8-row-fast", "e4m3", "row", "fast"),
         Recipe("fp8-block", "e4m3", "block_128x128"), Recipe("fp8-block-1x128", "e4m3", "block_1x128"),
-        Recipe("int4", "bf16", weight="int4"),
+        Recipe("int4", "bf16", weight="int4"), Recipe("mxfp4", "bf16", weight="mxfp4"),
     )
 }
 
@@ -163,11 +165,17 @@ class Maker:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def int4(self, n: int, k: int, dtype: torch.dtype) -> PackedWeight:
-        shape = (n, k // 2)
-        codes = (self.empty(shape, torch.uint8) if self.generator is None
-                 else torch.randint(0, 256, shape, device=self.device, generator=self.generator, dtype=torch.uint8))
-        return PackedWeight("int4", (n, k), INT4_GROUP, codes, self.scales((n, k // INT4_GROUP)).to(dtype))
+    def bytes(self, shape: tuple[int, ...], low: int, high: int) -> torch.Tensor:
+        if self.generator is None:
+            return self.empty(shape, torch.uint8)
+        return torch.randint(low, high, shape, device=self.device, generator=self.generator, dtype=torch.uint8)
+
+    def packed(self, form: str, n: int, k: int, dtype: torch.dtype) -> PackedWeight:
+        """Random codes; scales of 0.5 - 1.5, or powers of two from 1/16 to 8."""
+        codes = self.bytes((n, k // 2), 0, 256)
+        if form == "mxfp4":
+            return PackedWeight(form, (n, k), MX_GROUP, codes, self.bytes((n, k // MX_GROUP), 123, 131))
+        return PackedWeight(form, (n, k), INT4_GROUP, codes, self.scales((n, k // INT4_GROUP)).to(dtype))
 
     def scale_pair(self, recipe: str | None, m: int, n: int, k: int, lead: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
         """scale_a, scale_b and scale_a_rows. Blocks of a lie M-contiguous, those of b K-contiguous: as torch wants them."""
@@ -226,7 +234,7 @@ class ProductWorkload(_Products):
 
     def made(self, maker: Maker) -> Operands:
         c, dtype = self.case, DTYPES[self.recipe.dtype].torch
-        b = maker.int4(c.n, c.k, dtype) if self.recipe.weight else maker.values((c.n, c.k), dtype).t()
+        b = maker.packed(self.recipe.weight, c.n, c.k, dtype) if self.recipe.weight else maker.values((c.n, c.k), dtype).t()
         return Operands(maker.values((c.m, c.k), dtype), b, maker.empty((c.m, c.n), self.recipe.out),
                         **maker.scale_pair(self.recipe.scales, c.m, c.n, c.k))
 

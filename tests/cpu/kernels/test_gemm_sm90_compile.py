@@ -1,4 +1,4 @@
-"""gemm/dense_sm90 and gemm/skinny_sm90 without a GPU: everything compiles, tuned kernels keep their resources, choices and refusals.
+"""gemm/dense_sm90, gemm/skinny_sm90 and gemm/packed_sm90 without a GPU: everything compiles, tuned kernels keep their resources, choices and refusals.
 
 The table beside this file holds registers, spills and shared memory of the tuned kernels. After a change that moves
 them on purpose: ``python tests/cpu/kernels/test_gemm_sm90_compile.py`` writes it anew.
@@ -17,7 +17,7 @@ import pytest
 
 from kernelgen import build
 from kernelgen.dispatch.select import choose
-from kernelgen.kernels.gemm import dense_sm90, grouped_sm90, skinny_sm90
+from kernelgen.kernels.gemm import dense_sm90, grouped_sm90, packed_sm90, skinny_sm90
 from kernelgen.problems.gemm import GemmProblem, GroupedGemmProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
@@ -29,7 +29,9 @@ BASE = GemmProblem(1, 4096, 4096, 4096, "bf16", "bf16", "bf16", b_order="col")
 FP8 = replace(BASE, a_dtype="e4m3", b_dtype="e4m3", scales="row")
 BLOCKS = replace(FP8, scales="block_128x128")
 FAMILIES = (dense_sm90.FAMILY, skinny_sm90.FAMILY)
-GROUPED = grouped_sm90.FAMILY
+GROUPED, PACKED = grouped_sm90.FAMILY, packed_sm90.FAMILY
+WEIGHT = replace(BASE, n=8192, k=8192, b_dtype="int4", weight_format="int4", group_size=128, scale_dtype="bf16")
+MXFP4 = replace(WEIGHT, b_dtype="mxfp4", weight_format="mxfp4", group_size=32, scale_dtype="e8m0")
 
 
 def tuned_specs() -> list[KernelSpec]:
@@ -41,11 +43,15 @@ def tuned_specs() -> list[KernelSpec]:
         for m in (1, 16, 64, 128):
             problem = replace(base, m=m)
             specs.append(skinny_sm90.spec(problem, H200, next(iter(skinny_sm90.candidates(problem, H200)))))
-    return specs
+    for base in (WEIGHT, replace(WEIGHT, zero_points=True, group_size=32), MXFP4):
+        for m in (1, 16, 64):
+            problem = replace(base, m=m)
+            specs.append(packed_sm90.spec(problem, H200, next(iter(packed_sm90.candidates(problem, H200)))))
+    return list(dict.fromkeys(specs))
 
 
 def test_coverage_compiles() -> None:
-    for name, report in compiled([spec for family in (*FAMILIES, GROUPED) for spec in covered(family, H200)]).items():
+    for name, report in compiled([spec for family in (*FAMILIES, GROUPED, PACKED) for spec in covered(family, H200)]).items():
         assert report["registers"] <= 255, (name, report)
 
 
