@@ -39,7 +39,7 @@ UP, DOWN = "moe_small_up", "moe_small_down"
 MAX_TOKENS, MAX_SLOTS, MAX_EXPERTS = 64, 2048, 1024
 _HALVES, _FP8 = ("bf16", "fp16"), ("e4m3", "e5m2")
 _TOKENS, _ROWS, _WARPS = (1, 2, 4, 8, 16, 32), (8, 16, 32), (4, 8, 16)
-_STEP = 64               # bytes of a row that a warp multiplies at a time
+_STEP = 128              # bytes of a row that a warp multiplies at a time
 _BLOCKS = "block_128x128"
 _RESERVED = 1024         # bytes of shared memory per block, taken by the driver
 _IN_FLIGHT = 72 << 10    # bytes of weights on their way to an SM: 34 KB are what it takes in a microsecond
@@ -53,7 +53,7 @@ class Config:
     tokens       of an expert that are multiplied at a time
     rows         of weights that a warp has at a time: 8, 16 or 32; of a gated activation half as many outputs
     warps        of a block; those of up share K, of down ``down_split`` of them do
-    stages       of a warp's ring, of 64 bytes of each row
+    stages       of a warp's ring, of 128 bytes of each row
     up_blocks    per SM
     """
 
@@ -277,7 +277,7 @@ def coverage() -> Iterable[tuple[MoeProblem, Config | None]]:
     yield replace(base, tokens=64, activation="swiglu_oai", limit=True, gate_up="interleaved", id_dtype="int64", expert_map="table"), None
     yield (replace(base, tokens=2, activation="relu2", gated=False, weights_on_input=True, slot_dtype="bf16", expert_map="range"),
            Config(2, 8, 4, 4, 2, 32, 4, 2, 3))
-    yield replace(base, tokens=64, x_dtype="fp16", weight_dtype="fp16", out_dtype="fp16"), Config(16, 32, 4, 3, 1, 8, 8, 8, 4)
+    yield replace(base, tokens=64, x_dtype="fp16", weight_dtype="fp16", out_dtype="fp16"), Config(16, 32, 4, 3, 1, 8, 8, 4, 3)
     blocks = replace(base, weight_dtype="e4m3", scales=_BLOCKS)
     yield blocks, None
     yield replace(blocks, tokens=8, experts=256, hidden=7168, intermediate=256), None

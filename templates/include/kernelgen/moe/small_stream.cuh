@@ -1,8 +1,8 @@
 // Rows of weights on their way through a warp, for moe/small_cuda: each warp has a ring of its own in shared memory and no barrier
 // with others.
 //
-//   stage   64 bytes of each of kRows rows (16 bytes a lane: 8 rows are 512 bytes), as many elements of kTokens rows of x, and the
-//           scales of blocks
+//   stage   128 bytes of each of kRows rows (twice 16 bytes a lane: 8 rows are 1,024 bytes), as many elements of kTokens rows of x, and
+//           the scales of blocks
 //   copies  cp.async, kStages - 1 steps ahead of the products, over the ends of the units: a warp that begins a new expert has its
 //           first rows already
 //   product mma m16n8k16, rows of weights as A, tokens as its eight columns
@@ -44,9 +44,10 @@ struct SmallStream : Options {
   static constexpr int kTiles = ceil_div(kEights, 2);   // of sixteen
   static constexpr int kColumns = ceil_div(kTokens, 8); // of eight tokens
   static constexpr int kScales = !kBlocks ? 0 : kGated ? max_of(2, kEights) : kEights;
-  static constexpr int kStepBytes = 64;  // of a row
-  static constexpr int kTokenBytes = kTokens * kStepBytes;
-  static constexpr int kXAt = kEights * 512, kScalesAt = kXAt + Weights::kChunksOfX * kTokenBytes;
+  static constexpr int kHalves = 2, kStepBytes = kHalves * 64;  // of a row
+  static constexpr int kStepDepth = kHalves * Weights::kDepth;  // elements
+  static constexpr int kTokenBytes = kTokens * 64;              // of a chunk of 8 elements of each lane
+  static constexpr int kXAt = kEights * kHalves * 512, kScalesAt = kXAt + kHalves * Weights::kChunksOfX * kTokenBytes;
   static constexpr int kStageBytes = kScalesAt + round_up(4 * kScales, 16);
   static constexpr int kRingBytes = kWarps * kStages * kStageBytes;
   static_assert(kRows == 8 || kRows == 16 || kRows == 32, "parts of an mma's rows");
@@ -120,7 +121,7 @@ struct SmallStream : Options {
     for (int t = 0; t < kColumns; ++t) {
       const int slot = routing.sorted[unit.first + min(8 * t + group, unit.count - 1)];
       c.x[t] = kUp ? static_cast<const T*>(p.x) + slot / p.k * p.x_row : static_cast<const T*>(p.hidden) + static_cast<int64_t>(slot) * p.inner;
-      c.x[t] += part * Weights::kDepth + place * Weights::kPerChunk;
+      c.x[t] += part * kStepDepth + place * Weights::kPerChunk;
     }
     if constexpr (kBlocks) {
       const int entry = min(lane, kScales - 1), row = min(kRows == 8 ? row_of(p, output, 0, 4 * entry) : row_of(p, output, entry, 0), last_row(p));
@@ -130,7 +131,14 @@ struct SmallStream : Options {
   }
 
   __device__ void advance(Cursor& c) const {
-    if (c.at >= c.total || ++c.step < steps) return;
+    if (c.at >= c.total) return;
+    if (++c.step < steps) {
+#pragma unroll
+      for (int i = 0; i < kEights; ++i) c.weights[i] += kSplit * kStepBytes;
+#pragma unroll
+      for (int t = 0; t < kColumns; ++t) c.x[t] += kSplit * kStepDepth;
+      return;
+    }
     c.step = 0;
     c.at += c.stride;
     if (c.at < c.total) aim(c);
@@ -138,29 +146,39 @@ struct SmallStream : Options {
 
   __device__ uint32_t stage_at(int index) const { return ring + index * kStageBytes; }
 
+  // Whether half `half` of the step has anything for this lane.
+  __device__ bool exists(const Cursor& c, int half) const {
+    return (c.step * kSplit + part) * kStepBytes + half * 64 + place * 16 < bytes;
+  }
+
   __device__ void copy_weights(const Cursor& c, uint32_t stage) const {
     if (c.at >= c.total) return;
-    const int offset = c.step * (kSplit * kStepBytes);
-    const bool exists = offset + part * kStepBytes + place * 16 < bytes;
 #pragma unroll
-    for (int i = 0; i < kEights; ++i) cp_async_16(stage + i * 512 + lane * 16, c.weights[i] + offset, exists);
+    for (int half = 0; half < kHalves; ++half) {
+      const bool valid = exists(c, half);
+#pragma unroll
+      for (int i = 0; i < kEights; ++i) cp_async_16(stage + (i * kHalves + half) * 512 + lane * 16, c.weights[i] + half * 64, valid);
+    }
     if constexpr (kBlocks) {
-      const int block = (c.step * kSplit + part) * Weights::kDepth / 128;
+      const int block = (c.step * kSplit + part) * kStepDepth / 128;
       if (lane < kScales) cp_async_4(stage + kScalesAt + 4 * lane, c.scales + block * (kUp ? p.scale13_block : p.scale2_block),
-                                     offset + part * kStepBytes < bytes);
+                                     (c.step * kSplit + part) * kStepBytes < bytes);
     }
   }
 
   __device__ void copy_x(const Cursor& c, uint32_t stage) const {
     if (c.at >= c.total) return;
-    const int offset = c.step * (kSplit * Weights::kDepth);
-    const bool exists = (c.step * kSplit + part) * kStepBytes + place * 16 < bytes;
 #pragma unroll
-    for (int t = 0; t < kColumns; ++t) {
-      if (kTokens >= 8 || group < kTokens) {
+    for (int half = 0; half < kHalves; ++half) {
+      const bool valid = exists(c, half);
 #pragma unroll
-        for (int i = 0; i < Weights::kChunksOfX; ++i) {
-          cp_async_16(stage + kXAt + i * kTokenBytes + t * 512 + lane * 16, c.x[t] + offset + 8 * i, exists);
+      for (int t = 0; t < kColumns; ++t) {
+        if (kTokens >= 8 || group < kTokens) {
+#pragma unroll
+          for (int i = 0; i < Weights::kChunksOfX; ++i) {
+            cp_async_16(stage + kXAt + (half * Weights::kChunksOfX + i) * kTokenBytes + t * 512 + lane * 16,
+                        c.x[t] + half * Weights::kDepth + 8 * i, valid);
+          }
         }
       }
     }
@@ -171,20 +189,22 @@ struct SmallStream : Options {
     for (int i = 0; i < kTiles * kColumns * 4; ++i) sums[i / (kColumns * 4)][i / 4 % kColumns][i % 4] = 0.0f;
   }
 
-  __device__ void multiply(Sums& sums, uint32_t from) const {
+  // One half's products: rows and x as they lie in a stage. `fresh`: the sums are nothing yet.
+  __device__ void multiply_half(Sums& sums, uint32_t from, int half, bool fresh) const {
     uint32_t rows[2 * kTiles][4], x[kColumns][Weights::kChunksOfX][4];
 #pragma unroll
-    for (int i = 0; i < kEights; ++i) load_chunk(rows[i], from + i * 512 + lane * 16);
+    for (int i = 0; i < kEights; ++i) load_chunk(rows[i], from + (i * kHalves + half) * 512 + lane * 16);
     if constexpr (kEights == 1) rows[1][0] = rows[1][1] = rows[1][2] = rows[1][3] = 0;
     const int token = (kTokens >= 8 ? group : group % kTokens) * 4 + place;
 #pragma unroll
     for (int t = 0; t < kColumns; ++t) {
 #pragma unroll
-      for (int i = 0; i < Weights::kChunksOfX; ++i) load_chunk(x[t][i], from + kXAt + i * kTokenBytes + t * 512 + token * 16);
+      for (int i = 0; i < Weights::kChunksOfX; ++i) {
+        load_chunk(x[t][i], from + kXAt + (half * Weights::kChunksOfX + i) * kTokenBytes + t * 512 + token * 16);
+      }
     }
 #pragma unroll
     for (int m = 0; m < kTiles; ++m) {
-      float fresh[kColumns][4];
 #pragma unroll
       for (int i = 0; i < Weights::kProducts; ++i) {
         uint32_t a[4];
@@ -192,16 +212,26 @@ struct SmallStream : Options {
 #pragma unroll
         for (int t = 0; t < kColumns; ++t) {
           const uint32_t b0 = x[t][i / 2][i % 2 * 2], b1 = x[t][i / 2][i % 2 * 2 + 1];
-          if (!kBlocks) {
-            mma_m16n8k16<T>(sums[m][t], a, b0, b1);
-          } else if (i == 0) {
-            mma_m16n8k16_fresh<T>(fresh[t], a, b0, b1);
+          if (fresh && i == 0) {
+            mma_m16n8k16_fresh<T>(sums[m][t], a, b0, b1);
           } else {
-            mma_m16n8k16<T>(fresh[t], a, b0, b1);
+            mma_m16n8k16<T>(sums[m][t], a, b0, b1);
           }
         }
       }
-      if constexpr (kBlocks) {
+    }
+  }
+
+  __device__ void multiply(Sums& sums, uint32_t from) const {
+    if constexpr (!kBlocks) {
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) multiply_half(sums, from, half, false);
+    } else {
+      Sums block;
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) multiply_half(block, from, half, half == 0);
+#pragma unroll
+      for (int m = 0; m < kTiles; ++m) {
         float scale[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -211,7 +241,7 @@ struct SmallStream : Options {
 #pragma unroll
         for (int t = 0; t < kColumns; ++t) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) sums[m][t][i] = fmaf(fresh[t][i], scale[i / 2], sums[m][t][i]);
+          for (int i = 0; i < 4; ++i) sums[m][t][i] = fmaf(block[m][t][i], scale[i / 2], sums[m][t][i]);
         }
       }
     }
