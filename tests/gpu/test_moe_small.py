@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kernelgen
-from kernelgen.testing.moe_layer import check_moe, layer, quantize_experts
+from kernelgen.testing.moe_layer import check_moe, layer, pack_experts, quantize_experts
 from kernelgen.testing.tolerance import assert_bits_equal
 
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -32,6 +32,8 @@ CASES: dict[str, Callable[[int], dict[str, Any]]] = {
     "deepseek fp8": lambda t: quantize_experts(cuda(t, 64, 8, 512, 256, seed=t), "block_128x128", "block_128x128"),
     "fp8 channels": lambda t: quantize_experts(cuda(t, 16, 4, 384, 128, seed=t), "channel", "channel"),
     "fp8 tensors": lambda t: quantize_experts(cuda(t, 16, 4, 384, 128, FP16, seed=t), "tensor", "expert"),
+    "gpt-oss": lambda t: pack_experts(cuda(t, 32, 4, 352, 320, activation="swiglu_oai", biases=BF16, seed=t), "mxfp4") | {
+        "gate_up": "interleaved"},
     "fp8 odd": lambda t: quantize_experts(cuda(t, 5, 2, 208, 144, seed=t), "block_128x128", "channel"),
 }
 

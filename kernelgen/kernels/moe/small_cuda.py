@@ -19,8 +19,9 @@ from kernelgen.kernels.gemm.mma import GATES
 from kernelgen.kernels.moe.sort_cuda import INDICES, MAPS
 from kernelgen.kernels.rowwise import dependent
 from kernelgen.moe_tensors import MoeTensors
+from kernelgen.ops.weights import PackedWeight
 from kernelgen.params import ParamStruct
-from kernelgen.problems.moe import MoeProblem
+from kernelgen.problems.moe import MoeProblem, PackedForm
 from kernelgen.reference.activation import OAI_ALPHA, OAI_LIMIT
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
@@ -38,6 +39,7 @@ PARAMS = ParamStruct((
 UP, DOWN = "moe_small_up", "moe_small_down"
 MAX_TOKENS, MAX_SLOTS, MAX_EXPERTS = 64, 2048, 1024
 _HALVES, _FP8 = ("bf16", "fp16"), ("e4m3", "e5m2")
+_CODES = {"e4m3": "kernelgen::e4m3", "e5m2": "kernelgen::e5m2", "mxfp4": "kernelgen::e2m1"}
 _TOKENS, _ROWS, _WARPS = (1, 2, 4, 8, 16, 32), (8, 16, 32), (4, 8, 16)
 _STEP = 128              # bytes of a row that a warp multiplies at a time
 _BLOCKS = "block_128x128"
@@ -74,20 +76,25 @@ class Config:
 
 
 def _recipes(p: MoeProblem) -> tuple[str, str]:
-    """Of w13 and w2; "" without scales."""
+    """Of the fp8 scales of w13 and w2; "" without them."""
     first, _, second = (p.scales or "").partition("/")
     return first, second or first
 
 
 def _row_bytes(p: MoeProblem, width: int) -> int:
-    return width * DTYPES[p.weight_dtype].bytes
+    return width // 2 if p.packed else width * DTYPES[p.weight_dtype].bytes
+
+
+def _per_chunk(p: MoeProblem) -> int:
+    """Elements of 16 bytes of weights: SmallWeights::kPerChunk of the header."""
+    return 32 if p.packed else 16 // DTYPES[p.weight_dtype].bytes
 
 
 def _stage(p: MoeProblem, config: Config, rows: int, recipe: str, gated: bool) -> int:
     """SmallStream::kStageBytes of the header."""
     scales = 0 if recipe != _BLOCKS else max(2, rows // 8) if gated else rows // 8
-    chunks_of_x = 2 if p.weight_dtype in _FP8 else 1
-    return rows * _STEP + config.tokens * _STEP * chunks_of_x + -(-4 * scales // 16) * 16
+    words = 3 * rows if p.packed else scales
+    return rows * _STEP + config.tokens * _STEP * _per_chunk(p) // 8 + -(-4 * words // 16) * 16
 
 
 def _rings(p: MoeProblem, config: Config) -> tuple[int, int]:
@@ -109,20 +116,20 @@ def shared_memory(problem: MoeProblem, config: Config) -> tuple[int, int]:
 def supports(problem: MoeProblem, target: Target) -> Verdict:
     """Can this kernel run the problem on the target at all?"""
     p, name = problem, "moe_small_cuda"
-    fits = p.weight_dtype in (p.x_dtype, *_FP8) and p.packed is None
+    fits = p.weight_dtype in (p.x_dtype, *_FP8) or (p.weight_dtype == "mxfp4" and p.x_dtype == "bf16")
     return first_no(
         (target.kind == "cuda" and target.capability >= 80, f"{name} needs sm_80 or later, got {target}"),
         (0 < p.tokens <= MAX_TOKENS, f"{p.tokens} tokens, {name} takes 1 to {MAX_TOKENS}"),
         (0 < p.slots <= MAX_SLOTS, f"{p.slots} slots, {name} takes 1 to {MAX_SLOTS}"),
         (0 < p.experts <= MAX_EXPERTS, f"{p.experts} experts, {name} takes 1 to {MAX_EXPERTS}"),
         (p.x_dtype in _HALVES and p.out_dtype == p.x_dtype, f"x is {p.x_dtype}, {name} takes {', '.join(_HALVES)}"),
-        (fits, f"{p.weight_dtype} experts beside {p.x_dtype}, {name} takes x's dtype or fp8"),
+        (fits, f"{p.weight_dtype} experts beside {p.x_dtype}, {name} takes x's dtype, fp8, and mxfp4 beside bf16"),
         (p.shared is None, f"a shared expert is not in {name}"),
         (p.id_dtype in INDICES, f"ids of {p.id_dtype} are not one of {', '.join(INDICES)}"),
         (p.slot_dtype in (*_HALVES, "fp32"), f"slot weights of {p.slot_dtype}, {name} takes 16 and 32 bits"),
         (p.alignment == 16, f"rows are aligned to {p.alignment} bytes, {name} needs 16"),
     ) and first_no(*(
-        (width > 0 and _row_bytes(p, width) % 16 == 0, f"{what} is {width} of {p.weight_dtype}, {name} takes multiples of 16 bytes")
+        (width > 0 and width % _per_chunk(p) == 0, f"{what} is {width} of {p.weight_dtype}, {name} takes multiples of 16 bytes")
         for what, width in (("H", p.hidden), ("I", p.intermediate))))
 
 
@@ -185,14 +192,16 @@ def _downs(p: MoeProblem, sms: int) -> list[tuple[int, int, int, int]]:
 
 
 def candidates(problem: MoeProblem, target: Target) -> Iterator[Config]:
-    """Legal configs, best guess first."""
+    """Legal configs, best guess first: where shared memory is short, with fewer stages and then with fewer tokens at a time."""
     p, sms = problem, target.sm_count or _SMS
-    for (rows, warps, stages, blocks), (down_rows, down_warps, split, down_stages) in product(_ups(p, sms), _downs(p, sms)):
-        for fewer in (0, 2, 4, 8):  # stages, where shared memory is short
-            c = Config(_tokens(p), rows, warps, max(2, stages - fewer), blocks, down_rows, down_warps, split, max(2, down_stages - fewer))
-            if legal(p, target, c):
-                yield c
-                break
+    most, shapes = _tokens(p), list(product(_ups(p, sms), _downs(p, sms)))
+    for tokens in (n for n in reversed(_TOKENS) if n <= most):
+        for (rows, warps, stages, blocks), (down_rows, down_warps, split, down_stages) in shapes:
+            for fewer in (0, 2, 4, 8):
+                c = Config(tokens, rows, warps, max(2, stages - fewer), blocks, down_rows, down_warps, split, max(2, down_stages - fewer))
+                if legal(p, target, c):
+                    yield c
+                    break
 
 
 def spec(problem: MoeProblem, target: Target, config: Config) -> KernelSpec:
@@ -206,7 +215,7 @@ def spec(problem: MoeProblem, target: Target, config: Config) -> KernelSpec:
     names += [f"bias_{p.bias13_dtype}_{p.bias2_dtype}"] if p.bias13 or p.bias2 else []
     names += [word for word, on in (("limit", p.limit), ("on_input", p.weights_on_input), (p.expert_map, p.expert_map)) if on and word]
     parameters: dict[str, Any] = dict(
-        element=DTYPES[p.x_dtype].cuda, code=DTYPES[p.weight_dtype].cuda if p.weight_dtype in _HALVES else f"kernelgen::{p.weight_dtype}",
+        element=DTYPES[p.x_dtype].cuda, code=_CODES.get(p.weight_dtype) or DTYPES[p.weight_dtype].cuda,
         index=INDICES[p.id_dtype], weight_type=DTYPES[p.slot_dtype].cuda, bias13_type=DTYPES[p.bias13_dtype or p.x_dtype].cuda,
         bias2_type=DTYPES[p.bias2_dtype or p.x_dtype].cuda, map=MAPS[p.expert_map], gate=gate, activation=activation,
         clamped=p.limit and p.gated, on_input=p.weights_on_input, blocks13=recipes[0] == _BLOCKS, blocks2=recipes[1] == _BLOCKS,
@@ -216,6 +225,11 @@ def spec(problem: MoeProblem, target: Target, config: Config) -> KernelSpec:
     return KernelSpec.make(
         "_".join(["moe_small_cuda", *names, *str(c).split()]), "moe/small_cuda.cu.jinja", "nvrtc", parameters, params=PARAMS,
         params_type="kernelgen::MoeSmallParams", entries=(UP, DOWN), target=target)
+
+
+def _plain(w: Any, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Elements or codes, and scales; those of packed weights with the groups of a row as neighbours."""
+    return (w.codes, w.scale.contiguous()) if isinstance(w, PackedWeight) else (w, scale)
 
 
 def _scale_strides(scale: torch.Tensor | None, recipe: str) -> tuple[int, int, int]:
@@ -235,7 +249,7 @@ def _scalars(p: MoeProblem, t: MoeTensors) -> dict[str, int | float]:
         "bias13_expert": 0 if t.bias13 is None else t.bias13.stride(0), "bias2_expert": 0 if t.bias2 is None else t.bias2.stride(0),
         "first": t.first, "tokens": p.tokens, "k": p.k, "experts": p.experts, "width": p.hidden, "inner": p.intermediate,
         "mapped": 0 if t.table is None else t.table.shape[0], "alpha": alpha, "limit": limit}
-    for name, w, scale, recipe in zip(("13", "2"), (t.w13, t.w2), (t.scale13, t.scale2), _recipes(p)):
+    for name, (w, scale), recipe in zip(("13", "2"), (_plain(t.w13, t.scale13), _plain(t.w2, t.scale2)), _recipes(p)):
         values |= {f"w{name}_expert": w.stride(0) * w.element_size(), f"w{name}_row": w.stride(1) * w.element_size()}
         values |= dict(zip((f"scale{name}_expert", f"scale{name}_row", f"scale{name}_block"), _scale_strides(scale, recipe)))
     return values
@@ -260,8 +274,9 @@ def bind(problem: MoeProblem, config: Config, kernel: Any, tensors: MoeTensors) 
 
     def run(t: MoeTensors) -> None:
         hidden = torch.empty(elements, dtype=dtype, device=device)
+        (w13, scale13), (w2, scale2) = _plain(t.w13, t.scale13), _plain(t.w2, t.scale2)
         params = pack(
-            t.x.data_ptr(), t.w13.data_ptr(), t.w2.data_ptr(), _address(t.scale13), _address(t.scale2), _address(t.bias13),
+            t.x.data_ptr(), w13.data_ptr(), w2.data_ptr(), _address(scale13), _address(scale2), _address(t.bias13),
             _address(t.bias2), t.weights.data_ptr(), t.ids.data_ptr(), _address(t.table), hidden.data_ptr(), t.out.data_ptr()) + tail
         up(params)
         down(params)
@@ -277,11 +292,14 @@ def coverage() -> Iterable[tuple[MoeProblem, Config | None]]:
     yield replace(base, tokens=64, activation="swiglu_oai", limit=True, gate_up="interleaved", id_dtype="int64", expert_map="table"), None
     yield (replace(base, tokens=2, activation="relu2", gated=False, weights_on_input=True, slot_dtype="bf16", expert_map="range"),
            Config(2, 8, 4, 4, 2, 32, 4, 2, 3))
-    yield replace(base, tokens=64, x_dtype="fp16", weight_dtype="fp16", out_dtype="fp16"), Config(16, 32, 4, 3, 1, 8, 8, 4, 3)
+    yield replace(base, tokens=64, x_dtype="fp16", weight_dtype="fp16", out_dtype="fp16"), Config(16, 16, 4, 3, 1, 8, 8, 4, 3)
     blocks = replace(base, weight_dtype="e4m3", scales=_BLOCKS)
     yield blocks, None
     yield replace(blocks, tokens=8, experts=256, hidden=7168, intermediate=256), None
     yield replace(blocks, tokens=8), Config(4, 8, 8, 8, 1, 8, 8, 4, 6)
+    mxfp4 = PackedForm("mxfp4", 32, "e8m0", False)
+    yield (replace(base, hidden=2880, intermediate=2880, k=4, weight_dtype="mxfp4", packed=(mxfp4, mxfp4), activation="swiglu_oai",
+                   limit=True, bias13=True, bias2=True, bias13_dtype="bf16", bias2_dtype="bf16", gate_up="interleaved"), None)
     yield replace(blocks, weight_dtype="e5m2", scales="channel/tensor", x_dtype="fp16", out_dtype="fp16"), None
 
 

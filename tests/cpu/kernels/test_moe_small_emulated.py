@@ -17,7 +17,7 @@ from kernelgen.settings import settings
 from kernelgen.targets import Target
 from kernelgen.testing.cuda_emulator import EmulatedKernel
 from kernelgen.testing.data import poison_
-from kernelgen.testing.moe_layer import layer, oracle, plain, quantize_experts
+from kernelgen.testing.moe_layer import layer, oracle, pack_experts, plain, quantize_experts
 from kernelgen.testing.tolerance import assert_bits_equal, assert_close_to_reference
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -46,6 +46,13 @@ def poisoned(c: dict[str, Any]) -> dict[str, Any]:
     return c
 
 
+def enlarged(c: dict[str, Any]) -> dict[str, Any]:
+    """Some rows have scales above 2."""
+    c["w13"][:, ::3] *= 256
+    c["w2"][:, 1::5] *= 256
+    return c
+
+
 # Tokens of a product, then rows, warps, stages, blocks of up; rows, warps, split, stages of down.
 CASES: dict[str, tuple[Callable[[], dict[str, Any]], Config]] = {
     "one token": (lambda: layer(1, 40, 3, 72, 40, biases=F32), Config(1, 16, 4, 3, 1, 16, 4, 2, 3)),
@@ -60,6 +67,9 @@ CASES: dict[str, tuple[Callable[[], dict[str, Any]], Config]] = {
         "expert_map": (1, 5)}, Config(2, 16, 4, 3, 1, 16, 4, 2, 3)),
     "fp8 blocks, four outputs": (lambda: quantize_experts(layer(2, 3, 2, 144, 208, FP16), "block_128x128", "block_128x128"),
                                  Config(2, 8, 4, 3, 1, 8, 4, 4, 3)),
+    "mxfp4 of gpt-oss": (lambda: skipping(pack_experts(layer(7, 3, 2, 352, 160, activation="swiglu_oai", biases=BF16), "mxfp4")) | {
+        "gate_up": "interleaved"}, Config(2, 16, 4, 3, 1, 16, 4, 2, 3)),
+    "mxfp4, large scales": (lambda: pack_experts(enlarged(layer(2, 3, 2, 288, 288)), "mxfp4"), Config(2, 32, 4, 2, 1, 8, 4, 2, 3)),
     "fp8 channels, e5m2": (lambda: quantize_experts(layer(5, 3, 2, 128, 64), "channel", "expert", torch.float8_e5m2),
                            Config(8, 16, 4, 3, 1, 32, 4, 2, 3)),
 }

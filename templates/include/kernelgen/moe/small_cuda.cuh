@@ -106,7 +106,7 @@ struct MoeSmallUp : SmallStream<Options, true> {
     int turn = 0;
     for (int at = blockIdx.x; at < total; at += stride, ++turn) {
       Sums sums;
-      this->run(sums, next);
+      this->run(sums, next, at);
       const uint32_t target = shared + kSumsAt + turn % 2 * (kWarps * kSumBytes);
 #pragma unroll
       for (int i = 0; i < kTiles * kColumns; ++i) {
@@ -202,7 +202,7 @@ struct MoeSmallDown : SmallStream<Options, false> {
     }
     for (int at = team; at < this->units; at += kTeams) {
       Sums sums;
-      this->run(sums, next);
+      this->run(sums, next, at);
       leave(sums, this->unit_of(at), results);
     }
     cp_async_wait<0>();

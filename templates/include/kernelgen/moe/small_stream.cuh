@@ -48,7 +48,11 @@ struct SmallStream : Options {
   static constexpr int kStepDepth = kHalves * Weights::kDepth;  // elements
   static constexpr int kTokenBytes = kTokens * 64;              // of a chunk of 8 elements of each lane
   static constexpr int kXAt = kEights * kHalves * 512, kScalesAt = kXAt + kHalves * Weights::kChunksOfX * kTokenBytes;
-  static constexpr int kStageBytes = kScalesAt + round_up(4 * kScales, 16);
+  // A row's scales of 32 in a step are 8 bytes of any alignment: the words that hold them, dealt to the lanes.
+  static constexpr bool kFourBit = Weights::kFourBit;
+  static constexpr int kScaleWords = kFourBit ? 3 * kRows : 0, kScaleCopies = ceil_div(kScaleWords, kWarpSize);
+  static constexpr int kScaleStep = kStepDepth / 32;  // bytes
+  static constexpr int kStageBytes = kScalesAt + round_up(4 * max_of(kScales, kScaleWords), 16);
   static constexpr int kRingBytes = kWarps * kStages * kStageBytes;
   static_assert(kRows == 8 || kRows == 16 || kRows == 32, "parts of an mma's rows");
   static_assert(kWarps % kSplit == 0, "teams of warps");
@@ -95,6 +99,8 @@ struct SmallStream : Options {
     const char* weights[kEights];
     const T* x[kColumns];
     const float* scales;
+    const char* words[max_of(1, kScaleCopies)];
+    int left[max_of(1, kScaleCopies)];  // bytes from a word's first to the end of its row
   };
 
   __device__ Cursor begin(int at, int stride, int total) const {
@@ -128,7 +134,26 @@ struct SmallStream : Options {
       const auto* scale = static_cast<const float*>(kUp ? p.scale13 : p.scale2);
       c.scales = scale + unit.expert * (kUp ? p.scale13_expert : p.scale2_expert) + row / 128 * (kUp ? p.scale13_row : p.scale2_row);
     }
+    if constexpr (kFourBit) {
+#pragma unroll
+      for (int i = 0; i < kScaleCopies; ++i) {
+        const int entry = min(lane + i * kWarpSize, kScaleWords - 1), row = entry / 3;
+        const char* first = scales_of(unit.expert, output, row / 8, row % 8);
+        const int offset = part * kScaleStep + entry % 3 * 4 - skew_of(first);
+        c.words[i] = first + offset;
+        c.left[i] = (kUp ? p.width : p.inner) / 32 - offset;
+      }
+    }
   }
+
+  // E8M0 scales of a row.
+  __device__ const char* scales_of(int expert, int output, int eight, int i) const {
+    const int row = min(row_of(p, output, eight, i), last_row(p));
+    const auto* scale = static_cast<const char*>(kUp ? p.scale13 : p.scale2);
+    return scale + expert * (kUp ? p.scale13_expert : p.scale2_expert) + row * (kUp ? p.scale13_row : p.scale2_row);
+  }
+  // Bytes from the beginning of a word.
+  __device__ static int skew_of(const char* address) { return static_cast<int>(reinterpret_cast<uint64_t>(address) & 3); }
 
   __device__ void advance(Cursor& c) const {
     if (c.at >= c.total) return;
@@ -137,6 +162,8 @@ struct SmallStream : Options {
       for (int i = 0; i < kEights; ++i) c.weights[i] += kSplit * kStepBytes;
 #pragma unroll
       for (int t = 0; t < kColumns; ++t) c.x[t] += kSplit * kStepDepth;
+#pragma unroll
+      for (int i = 0; i < kScaleCopies; ++i) c.words[i] += kSplit * kScaleStep, c.left[i] -= kSplit * kScaleStep;
       return;
     }
     c.step = 0;
@@ -164,6 +191,11 @@ struct SmallStream : Options {
       if (lane < kScales) cp_async_4(stage + kScalesAt + 4 * lane, c.scales + block * (kUp ? p.scale13_block : p.scale2_block),
                                      (c.step * kSplit + part) * kStepBytes < bytes);
     }
+#pragma unroll
+    for (int i = 0; i < kScaleCopies; ++i) {
+      const int entry = lane + i * kWarpSize;
+      if (entry < kScaleWords) cp_async_4(stage + kScalesAt + 4 * entry, c.words[i], c.left[i] > 0);
+    }
   }
 
   __device__ void copy_x(const Cursor& c, uint32_t stage) const {
@@ -189,8 +221,11 @@ struct SmallStream : Options {
     for (int i = 0; i < kTiles * kColumns * 4; ++i) sums[i / (kColumns * 4)][i / 4 % kColumns][i % 4] = 0.0f;
   }
 
+  using Factor = typename Weights::Factor;
+
   // One half's products: rows and x as they lie in a stage. `fresh`: the sums are nothing yet.
-  __device__ void multiply_half(Sums& sums, uint32_t from, int half, bool fresh) const {
+  template <bool Large>
+  __device__ void multiply_half(Sums& sums, uint32_t from, int half, bool fresh, const Factor (&factors)[2 * kTiles]) const {
     uint32_t rows[2 * kTiles][4], x[kColumns][Weights::kChunksOfX][4];
 #pragma unroll
     for (int i = 0; i < kEights; ++i) load_chunk(rows[i], from + (i * kHalves + half) * 512 + lane * 16);
@@ -204,32 +239,58 @@ struct SmallStream : Options {
       }
     }
 #pragma unroll
-    for (int m = 0; m < kTiles; ++m) {
+    for (int i = 0; i < Weights::kProducts; ++i) {
+      uint32_t b[kColumns][2];
 #pragma unroll
-      for (int i = 0; i < Weights::kProducts; ++i) {
+      for (int t = 0; t < kColumns; ++t) Weights::columns(b[t][0], b[t][1], x[t], i);
+#pragma unroll
+      for (int m = 0; m < kTiles; ++m) {
         uint32_t a[4];
-        Weights::fragment(a, rows[2 * m], rows[2 * m + 1], i);
+        Weights::template fragment<Large>(a, rows[2 * m], rows[2 * m + 1], i, factors[2 * m], factors[2 * m + 1]);
 #pragma unroll
         for (int t = 0; t < kColumns; ++t) {
-          const uint32_t b0 = x[t][i / 2][i % 2 * 2], b1 = x[t][i / 2][i % 2 * 2 + 1];
           if (fresh && i == 0) {
-            mma_m16n8k16_fresh<T>(sums[m][t], a, b0, b1);
+            mma_m16n8k16_fresh<T>(sums[m][t], a, b[t][0], b[t][1]);
           } else {
-            mma_m16n8k16<T>(sums[m][t], a, b0, b1);
+            mma_m16n8k16<T>(sums[m][t], a, b[t][0], b[t][1]);
           }
         }
       }
     }
   }
 
-  __device__ void multiply(Sums& sums, uint32_t from) const {
-    if constexpr (!kBlocks) {
+  // With the scales of 32.
+  __device__ void multiply_scaled(Sums& sums, uint32_t from, const int (&skew)[kEights]) const {
 #pragma unroll
-      for (int half = 0; half < kHalves; ++half) multiply_half(sums, from, half, false);
+    for (int half = 0; half < kHalves; ++half) {
+      Factor factors[2 * kTiles] = {};
+      bool large = false;
+#pragma unroll
+      for (int i = 0; i < kEights; ++i) {
+        const int at = skew[i] + half * 4 + place;
+        const int e = load_word(from + kScalesAt + 12 * (8 * i + group) + at / 4 * 4) >> at % 4 * 8 & 0xff;
+        factors[i] = Weights::factor(e);
+        large = large || (e > 128 && e < 255);
+      }
+      if (__any_sync(kFullWarp, large)) {
+        multiply_half<true>(sums, from, half, false, factors);
+      } else {
+        multiply_half<false>(sums, from, half, false, factors);
+      }
+    }
+  }
+
+  __device__ void multiply(Sums& sums, uint32_t from, const int (&skew)[kEights]) const {
+    const Factor none[2 * kTiles] = {};
+    if constexpr (kFourBit) {
+      multiply_scaled(sums, from, skew);
+    } else if constexpr (!kBlocks) {
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) multiply_half<false>(sums, from, half, false, none);
     } else {
       Sums block;
 #pragma unroll
-      for (int half = 0; half < kHalves; ++half) multiply_half(block, from, half, half == 0);
+      for (int half = 0; half < kHalves; ++half) multiply_half<false>(block, from, half, half == 0, none);
 #pragma unroll
       for (int m = 0; m < kTiles; ++m) {
         float scale[2];
@@ -248,8 +309,14 @@ struct SmallStream : Options {
   }
 
   // One work's products, of this warp's part of K; `next` is what is copied meanwhile.
-  __device__ void run(Sums& sums, Cursor& next) {
+  __device__ void run(Sums& sums, Cursor& next, int at) {
     clear(sums);
+    int skew[kEights] = {};
+    if constexpr (kFourBit) {
+      const int expert = unit_of(at).expert, output = tile_of(at) * kOutputs;
+#pragma unroll
+      for (int i = 0; i < kEights; ++i) skew[i] = skew_of(scales_of(expert, output, i, group));
+    }
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       cp_async_wait<kStages - 2>();
@@ -259,7 +326,7 @@ struct SmallStream : Options {
       copy_x(next, target);
       cp_async_commit();
       advance(next);
-      if ((step * kSplit + part) * kStepBytes < bytes) multiply(sums, stage_at(stage));
+      if ((step * kSplit + part) * kStepBytes < bytes) multiply(sums, stage_at(stage), skew);
       stage = stage + 1 == kStages ? 0 : stage + 1;
     }
   }
