@@ -60,6 +60,7 @@ CASES: dict[str, tuple[Callable[[], dict[str, Any]], Config]] = {
     "relu2, 32 rows, up to 16 tokens": (lambda: layer(20, 2, 1, 136, 88, FP16, activation="relu2"), Config(16, 32, 4, 3, 1, 32, 4, 4, 2)),
     "swiglu_oai, interleaved": (lambda: layer(9, 3, 2, 64, 64, activation="swiglu_oai", biases=BF16, scale=5.0) | {
         "gate_up": "interleaved"}, Config(8, 16, 4, 3, 1, 16, 4, 4, 3)),
+    "units of one slot": (lambda: skipping(layer(9, 8, 5, 72, 64)), Config(1, 16, 4, 2, 1, 16, 4, 2, 2)),
     "up first, NaN": (lambda: poisoned(layer(12, 4, 2, 64, 56)) | {"gate_up": "up_first"}, Config(8, 32, 4, 3, 1, 16, 4, 1, 3)),
     "llama4, map, clamped": (lambda: layer(6, 4, 1, 64, 48) | {
         "weights_on_input": True, "expert_map": torch.tensor([3, -1, 2, 0]), "limit": 0.5}, Config(4, 16, 4, 3, 1, 8, 4, 2, 3)),

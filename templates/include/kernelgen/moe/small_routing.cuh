@@ -59,7 +59,9 @@ struct SmallRouting {
   // A collective of the block.
   __device__ void find(const MoeSmallParams& p, int threads) const {
     const int slots = p.tokens * p.k;
-    for (int e = threadIdx.x; e < p.experts; e += threads) counts[e] = 0;
+    if (Options::kTokens > 1) {
+      for (int e = threadIdx.x; e < p.experts; e += threads) counts[e] = 0;
+    }
     for (int slot = threadIdx.x; slot < slots; slot += threads) {
       const int token = slot / p.k, s = slot - token * p.k;
       const auto id = load_routing(static_cast<const typename Options::Index*>(p.ids) + token * p.ids_row + s);
@@ -67,11 +69,36 @@ struct SmallRouting {
       experts[slot] = local_expert<Options::kMap>(id, p.expert_map, p.mapped, p.first, p.experts);
     }
     __syncthreads();  // counters are zero and all ids are there
-    if (threadIdx.x < kWarpSize) sort(slots);
+    if (threadIdx.x < kWarpSize) {
+      if constexpr (Options::kTokens == 1) {
+        list(slots);
+      } else {
+        sort(slots);
+      }
+    }
     __syncthreads();  // the first warp has sorted them
   }
 
  private:
+  __device__ static uint32_t word_of(int expert, int first, int count) {
+    return static_cast<uint32_t>(expert) | static_cast<uint32_t>(first) << kExpertBits |
+           static_cast<uint32_t>(count - 1) << (kExpertBits + kFirstBits);
+  }
+
+  // Units of one slot need no order: those that have an expert.
+  __device__ void list(int slots) const {
+    const int lane = lane_id();
+    int found = 0;
+    for (int from = 0; from < slots; from += kWarpSize) {
+      const int slot = from + lane, expert = slot < slots ? experts[slot] : -1;
+      const uint32_t chosen = __ballot_sync(kFullWarp, expert >= 0);
+      const int at = found + __popc(chosen & ((1u << lane) - 1));
+      if (expert >= 0) sorted[at] = slot, words[at] = word_of(expert, at, 1);
+      found += __popc(chosen);
+    }
+    if (lane == 0) *units = found;
+  }
+
   __device__ void sort(int slots) const {
     const int lane = lane_id();
     const uint32_t in_front = (1u << lane) - 1;
@@ -100,8 +127,7 @@ struct SmallRouting {
       if (exists) counts[expert] = first;
       for (int i = 0; i < parts; ++i) {
         const int in_unit = min(count - i * Options::kTokens, Options::kTokens);
-        words[units_through - parts + i] = static_cast<uint32_t>(expert) | static_cast<uint32_t>(first + i * Options::kTokens) << kExpertBits |
-                                           static_cast<uint32_t>(in_unit - 1) << (kExpertBits + kFirstBits);
+        words[units_through - parts + i] = word_of(expert, first + i * Options::kTokens, in_unit);
       }
       slots_before = __shfl_sync(kFullWarp, slots_through, kWarpSize - 1);
       units_before = __shfl_sync(kFullWarp, units_through, kWarpSize - 1);
