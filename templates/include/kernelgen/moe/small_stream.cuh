@@ -12,6 +12,7 @@
 #pragma once
 
 #include <kernelgen/cuda/cp_async.cuh>
+#include <kernelgen/cuda/cp_async_cached.cuh>
 #include <kernelgen/cuda/dependent.cuh>
 #include <kernelgen/cuda/ldmatrix.cuh>
 #include <kernelgen/cuda/mma.cuh>
@@ -208,8 +209,8 @@ struct SmallStream : Options {
         if (kTokens >= 8 || group < kTokens) {
 #pragma unroll
           for (int i = 0; i < Weights::kChunksOfX; ++i) {
-            cp_async_16(stage + kXAt + (half * Weights::kChunksOfX + i) * kTokenBytes + t * 512 + lane * 16,
-                        c.x[t] + half * Weights::kDepth + 8 * i, valid);
+            cp_async_16_cached(stage + kXAt + (half * Weights::kChunksOfX + i) * kTokenBytes + t * 512 + lane * 16,
+                               c.x[t] + half * Weights::kDepth + 8 * i, valid);
           }
         }
       }
