@@ -121,6 +121,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "rmsnorm": ("norm.rmsnorm_cpu", "norm.rmsnorm_cuda"),
     "rope": ("rope.rope_cpu", "rope.rope_cuda"),
     "route": ("moe.route_cpu", "moe.route_cuda"),
+    "moe": ("moe.small_cuda",),
     "moe_sort": ("moe.sort_cpu", "moe.sort_cuda"),
     "moe_permute": ("moe.permute_cpu", "moe.permute_cuda"),
     "moe_unpermute": ("moe.unpermute_cpu", "moe.unpermute_cuda"),
