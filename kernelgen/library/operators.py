@@ -120,10 +120,12 @@ def _function(row: Row) -> Callable[..., Any]:
     return function
 
 
-def arguments(o: Overload, flat: Sequence[Any], wanted: Container[str] | None = None) -> dict[str, Any]:
+def arguments(
+    o: Overload, flat: Sequence[Any], wanted: Container[str] | None = None, *, renamed: bool = False,
+) -> dict[str, Any]:
     """The public arguments by name from an operator's own; what the dispatcher left out as a default is left out.
 
-    ``wanted``: no others.
+    ``wanted``: no others. ``renamed``: a method's object is "self".
     """
     given: dict[str, Any] = {}
     count = len(flat)
@@ -134,6 +136,8 @@ def arguments(o: Overload, flat: Sequence[Any], wanted: Container[str] | None = 
             given[name] = flat[places[0]]
         else:
             given[name] = join(*(flat[i] if i < count else o.defaults[i - o.required] for i in places))
+    if renamed and "plan" in given:
+        given["self"] = given.pop("plan")
     scale = given.pop("out_scales", None)
     if scale is not None:
         given["out"] = (given["out"], scale)
@@ -141,18 +145,14 @@ def arguments(o: Overload, flat: Sequence[Any], wanted: Container[str] | None = 
 
 
 def kernel_of(o: Overload) -> Callable[..., Any]:
-    """The public function behind the operator's flat arguments."""
-    by_place = {slot.places[0]: slot for slot in o.slots if slot.places}
-    simple = 0  # as many leading arguments are public ones as they are; most calls have no others
-    while simple in by_place and by_place[simple].join is None and not (o.writes and o.row.pair):
-        simple += 1
-    names, pack, refused, fixed = o.flat[:simple], o.row.pack, not o.has_gradient, dict(o.fixed)
-    # A weight that is not packed is passed as it is too.
-    weights = tuple(slot for slot in o.slots if slot.join is FORMS["Weight"].join)
-    plain = min((place for place in range(len(o.flat)) if place not in by_place or (
-        by_place[place].join is not None and by_place[place] not in weights)), default=len(o.flat)) if weights else 0
-    if not (o.writes and o.row.pair) and plain > simple:
-        names, simple = tuple(by_place[place].name for place in range(plain)), plain
+    """The public function behind the operator's flat arguments. Most calls have few of them, which are public ones as they are."""
+    names = _plain_names(o)
+    positional = {p.name for p in o.row.all_parameters if not p.keyword}
+    first = next((i for i, name in enumerate(names) if name not in positional), len(names))
+    if names[:first] != tuple(p.name for p in o.row.all_parameters[:first]):
+        first = 0
+    keywords, most = names[first:], len(names)
+    pack, refused, fixed, nothing = o.row.pack, not o.has_gradient, dict(o.fixed), not o.results
     function: Callable[..., Any] | None = None
 
     def kernel(*flat: Any) -> Any:
@@ -161,17 +161,27 @@ def kernel_of(o: Overload) -> Callable[..., Any]:
             function = _function(o.row)
         if refused and _grad_enabled() and _any_requires_grad(*flat):
             raise no_gradient(o)
-        given = dict(zip(names, flat)) if len(flat) <= simple else arguments(o, flat)
-        if fixed:
-            given.update(fixed)
-        if "plan" in given:
-            given["self"] = given.pop("plan")
-        value = function(**given)
-        if o.results:
-            return value if pack is None else pack(value)
-        return None
+        count = len(flat)
+        if count <= first:
+            value = function(*flat, **fixed)
+        elif count <= most:
+            value = function(*flat[:first], **dict(zip(keywords, flat[first:])), **fixed)
+        else:
+            value = function(**arguments(o, flat, renamed=True), **fixed)
+        if nothing:
+            return None
+        return value if pack is None else pack(value)
 
     return kernel
+
+
+def _plain_names(o: Overload) -> tuple[str, ...]:
+    """Of the leading arguments that are public ones as they are; a weight is one where it is not packed."""
+    found: list[str] = []
+    by_place = {slot.places[0]: slot for slot in o.slots if slot.places}
+    while (slot := by_place.get(len(found))) is not None and (slot.join is None or slot.join is FORMS["Weight"].join):
+        found.append(slot.name)
+    return () if o.writes and o.row.pair else tuple(found)
 
 
 def no_gradient(o: Overload) -> NoBackendError:
