@@ -41,8 +41,8 @@ def _obtainable(spec: KernelSpec) -> Verdict:
     return no(problem)
 
 
-_NO_GRADIENT = ("a gradient is asked for, or torch traces or transforms the call: no generated kernel has a backward in this release, and "
-                "torch does not see one run; call under torch.no_grad(), outside of transforms")
+_NO_GRADIENT = ("a gradient is asked for, or torch transforms the call: no generated kernel has a backward in this release, and torch does "
+                "not see one run; call under torch.no_grad(), outside of transforms")
 
 
 def _compose(made_of: Composition, problem: Any, target: Target, live: bool) -> tuple[str, Steps | None, Verdict]:
