@@ -1,4 +1,4 @@
-"""gemm/dense_sm90, gemm/skinny_sm90 and gemm/packed_sm90 without a GPU: everything compiles, tuned kernels keep their resources, choices and refusals.
+"""The Hopper products without a GPU: everything compiles, tuned kernels keep their resources, choices and refusals.
 
 The table beside this file holds registers, spills and shared memory of the tuned kernels. After a change that moves
 them on purpose: ``python tests/cpu/kernels/test_gemm_sm90_compile.py`` writes it anew.
