@@ -228,12 +228,13 @@ class _Workspace:
     def rows(self, width: int) -> torch.Tensor:
         return torch.empty((1, self.p.slots, width), dtype=self.dtype, device=self.device)
 
-    def quantized(self, rows: int, width: int, recipe: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes (1, rows, width) and their scales (1, rows, scales)."""
+    def quantized(self, rows: int, width: int, recipe: str, run: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes (1, rows, width) and their scales (1, rows, scales); the scales of neighbouring rows lie side by side and blocks at
+        multiples of 16 bytes, as the copy engine takes them (gemm/block_scales_sm90.cuh)."""
         scales = _scales_of(recipe, width)
         assert scales is not None and self.code is not None
-        return (torch.empty((1, rows, width), dtype=self.code, device=self.device),
-                torch.empty((1, rows, scales), dtype=torch.float32, device=self.device))
+        memory = torch.empty((1, scales, -(-rows // 4) * 4), dtype=torch.float32, device=self.device)
+        return torch.empty((1, rows, width), dtype=self.code, device=self.device), memory if run else memory.mT[:, :rows]
 
 
 def bind(problem: MoeProblem, names: Sequence[str], prepare: Prepare, tensors: MoeTensors) -> Callable[[MoeTensors], None]:
@@ -318,21 +319,21 @@ def _bind_routed(
         memory, offsets, token_of_row, row_of_slot = work.sort(run)
         x, scale_x, rows_scale = t.x, None, None
         if work.recipe_x:
-            codes, scale = work.quantized(p.tokens, p.hidden, work.recipe_x)
+            codes, scale = work.quantized(p.tokens, p.hidden, work.recipe_x, run)
             call("quantize_x", QuantizeTensors(t.x if run else t.x.unsqueeze(0), codes, scale), run)
             x, scale_x = (codes, scale) if run else (codes[0], scale[0])
-            rows, rows_scale = work.quantized(p.slots, p.hidden, work.recipe_x)
+            rows, rows_scale = work.quantized(p.slots, p.hidden, work.recipe_x, run)
         else:
             rows = work.rows(p.hidden)
         call("sort", SortTensors(t.ids, offsets, token_of_row, row_of_slot, t.table, t.first), run)
         call("permute", PermuteTensors(x, row_of_slot, rows if run else rows[0], t.weights if p.weights_on_input else None, scale_x,
                                        rows_scale if run or rows_scale is None else rows_scale[0]), run)
-        hidden, scale_hidden = (work.quantized(p.slots, p.intermediate, work.recipe_hidden) if codes_of_up else
+        hidden, scale_hidden = (work.quantized(p.slots, p.intermediate, work.recipe_hidden, run) if codes_of_up else
                                 (work.rows(p.intermediate), None))
         call("up", GroupedGemmTensors(rows, w13, hidden, offsets, t.bias13, None, 1.0, rows_scale, scale13, zero13, scale_hidden,
                                       alpha, limit), run)
         if work.recipe_hidden and not codes_of_up:
-            codes, scale_hidden = work.quantized(p.slots, p.intermediate, work.recipe_hidden)
+            codes, scale_hidden = work.quantized(p.slots, p.intermediate, work.recipe_hidden, run)
             used: Any = _Address(memory.data_ptr() + 4 * (p.experts - 1))  # where the last expert's rows end
             call("quantize_hidden", QuantizeTensors(hidden, codes, scale_hidden, used), run)
             hidden = codes
