@@ -28,7 +28,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_
 BASE = GemmProblem(1, 1, 1, 1, "bf16", "bf16", "bf16", b_order="col")
 PLAIN = (Config(1, 2, 128, 4), Config(1, 2, 256, 4), Config(2, 2, 128, 4, 2, 1), Config(2, 2, 128, 4, pingpong=True),
          Config(1, 1, 128, 8, slabs=1))
-SCALED = (Config(1, 2, 128, 5), Config(2, 2, 128, 4, parts=2, slabs=1), Config(1, 2, 256, 4, parts=4), Config(1, 1, 128, 8))
+SCALED = (Config(1, 2, 128, 5), Config(2, 2, 128, 4, parts=2, slabs=1), Config(1, 2, 256, 4, parts=4), Config(1, 1, 128, 8),
+          *(m.config for m in dense_sm90.QUANTIZING["blocks"][1:]))
 
 
 def codes_and_floats(problem: GemmProblem, config: Config, a: torch.Tensor, b: torch.Tensor, code: str, **features: Any) -> Any:

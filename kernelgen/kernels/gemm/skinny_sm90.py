@@ -238,9 +238,10 @@ def _cost(problem: GemmProblem, target: Target, config: Config) -> float:
 
 
 def many_products(problem: GemmProblem, target: Target) -> bool:
-    """A batch of products that are not deep, 16 times 128 bytes of K at most, and which fill the chip."""
+    """A batch of products that are not deep, 16 times 128 bytes of K at most, and which fill the chip. (As measured: of 16 bits.)"""
     p = problem
-    return p.batch > 1 and -(-p.k // depth(p)) <= 16 and p.batch * -(-p.n // MMA_ROWS) >= (target.sm_count or 132)
+    plain = p.a_dtype in ("bf16", "fp16") and p.weight_format is None
+    return plain and p.batch > 1 and -(-p.k // depth(p)) <= 16 and p.batch * -(-p.n // MMA_ROWS) >= (target.sm_count or 132)
 
 
 def _short_ring(problem: GemmProblem) -> Config:
