@@ -9,7 +9,11 @@ import pytest
 import torch
 
 import kernelgen
+from kernelgen import build
+from kernelgen.kernels.moe.small_cuda import Config
+from kernelgen.targets import target_of
 from kernelgen.testing.moe_layer import check_moe, layer, pack_experts, quantize_experts
+from kernelgen.testing.moe_small import bound, check_small
 from kernelgen.testing.tolerance import assert_bits_equal
 
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -38,10 +42,12 @@ CASES: dict[str, Callable[[int], dict[str, Any]]] = {
 }
 
 
-def check(c: dict[str, Any], what: str) -> torch.Tensor:
-    chosen = kernelgen.explain("moe", **c, backend="generated").chosen
-    assert chosen is not None and chosen.kernel == "moe/small_cuda", (what, chosen)
-    return check_moe(c, what=what)
+def small(c: dict[str, Any], config: Config | None = None) -> Callable[..., torch.Tensor]:
+    return bound(c, target_of(torch.device("cuda")), build.kernel, config)
+
+
+def check(c: dict[str, Any], what: str, config: Config | None = None) -> torch.Tensor:
+    return check_small(c, small(c, config), what=what)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -66,7 +72,7 @@ def test_nan_stays_with_its_token() -> None:
     c = cuda(24, 8, 2, 256, 128)
     clean = check(c, "clean")
     c["x"][5] = float("nan")
-    with_nan = kernelgen.moe(**c, backend="generated")
+    with_nan = small(c)()
     assert bool(with_nan[5].isnan().all())
     others = torch.arange(24, device="cuda") != 5
     assert_bits_equal(with_nan[others], clean[others], what="the other tokens")
@@ -87,38 +93,49 @@ def test_shards() -> None:
     check(c | {"expert_map": table}, "a table")
 
 
+def test_through_l1() -> None:
+    for name, tokens in (("mixtral", 9), ("deepseek fp8", 2), ("gpt-oss", 9)):
+        check(CASES[name](tokens), name, Config(4, 16, 8, 4, 1, 16, 8, 2, 4, cached_x=True))
+
+
+def test_one_token_by_dispatch() -> None:
+    for name in ("qwen3", "deepseek fp8", "llama4"):
+        c = CASES[name](1)
+        chosen = kernelgen.explain("moe", **c, backend="generated").chosen
+        assert chosen is not None and (chosen.kernel == "moe/small_cuda" or torch.cuda.get_device_capability()[0] != 9)
+        check_moe(c, what=name)
+
+
 @pytest.mark.parametrize("name, tokens", (("qwen3", 1), ("deepseek fp8", 8), ("qwen3 next", 64)))
 def test_a_thousand_repeats_and_a_graph(name: str, tokens: int) -> None:
     c = CASES[name](tokens)
+    layers = small(c)
     first = check(c, name)
     for _ in range(1000):
-        assert torch.equal(kernelgen.moe(**c, backend="generated"), first)
+        assert torch.equal(layers(), first)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):  # two layers, so that one begins while the other runs
-        middle = kernelgen.moe(**c, backend="generated")
-        captured = kernelgen.moe(**(c | {"x": middle}), backend="generated")
+        captured = layers(x=layers())
     for seed in range(100, 103):
         other = CASES[name](seed)
         for part in ("x", "weights", "ids"):
             c[part].copy_(other[part][:tokens])
         graph.replay()
-        replayed = captured.clone()
-        middle = kernelgen.moe(**c, backend="generated")
+        replayed, middle = captured.clone(), layers()
         torch.cuda.synchronize()
-        again = kernelgen.moe(**(c | {"x": middle}), backend="generated")
-        assert_bits_equal(replayed, again, what=f"replayed on new tokens {seed}")
+        assert_bits_equal(replayed, layers(x=middle), what=f"replayed on new tokens {seed}")
 
 
 def test_behind_route() -> None:
     """The second launch reads ids before the first one has ended: they are those of the router in front of both."""
     c, logits = cuda(8, 128, 8, 256, 96), torch.empty(8, 128, device="cuda")
-    generator, outs = torch.Generator(device="cuda").manual_seed(3), []
+    layers, generator, outs = small(c), torch.Generator(device="cuda"), []
     for _ in range(2):
         generator.manual_seed(3)
         for _ in range(200):
             logits.normal_(generator=generator)
             weights, ids = kernelgen.route(logits, 8, backend="generated")
-            outs.append(kernelgen.moe(**(c | {"weights": weights, "ids": ids}), backend="generated"))
+            outs.append(layers(weights=weights, ids=ids))
             if len(outs) <= 200:
                 torch.cuda.synchronize()
     for step in range(200):

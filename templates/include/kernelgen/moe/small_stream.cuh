@@ -24,7 +24,7 @@ namespace kernelgen {
 
 // `Options` is the rendered file's struct of compile-time constants: T (of x), Code (of w13, w2), Index, Weight, Bias13, Bias2; kMap,
 // kGate, kActivation, kClamped, kOnInput; kBlocks13, kBlocks2 (scales of 128 x 128), kScale13, kScale2 (of rows), kBias13, kBias2; kTokens;
-// kUpRows, kUpWarps, kUpStages; kDownRows, kDownWarps, kDownSplit, kDownStages.
+// kUpRows, kUpWarps, kUpStages; kDownRows, kDownWarps, kDownSplit, kDownStages; kCachedX (copies of x and hidden rows through L1).
 template <class Options, bool kUp>
 struct SmallStream : Options {
   using T = typename Options::T;
@@ -209,8 +209,13 @@ struct SmallStream : Options {
         if (kTokens >= 8 || group < kTokens) {
 #pragma unroll
           for (int i = 0; i < Weights::kChunksOfX; ++i) {
-            cp_async_16_cached(stage + kXAt + (half * Weights::kChunksOfX + i) * kTokenBytes + t * 512 + lane * 16,
-                               c.x[t] + half * Weights::kDepth + 8 * i, valid);
+            const uint32_t target = stage + kXAt + (half * Weights::kChunksOfX + i) * kTokenBytes + t * 512 + lane * 16;
+            const T* source = c.x[t] + half * Weights::kDepth + 8 * i;
+            if constexpr (Options::kCachedX) {
+              cp_async_16_cached(target, source, valid);
+            } else {
+              cp_async_16(target, source, valid);
+            }
           }
         }
       }
