@@ -37,7 +37,9 @@ class Rule:
 # Rows of a up to which skinny_sm90 is the better Hopper product whatever the estimate of the other says, which knows tiles and not how
 # much of b is on its way (H200, 2026-11-30: at 8 rows its choices took 1.3 - 1.7 x the time). And columns of b from which it is worse for
 # more than 128 rows (192 - 512 rows: best for 576 and 2112 columns, never for 4096).
-FEW_ROWS, FEW_COLUMNS = 64, 4096
+# Of many small products in a batch dense_sm90 is the better one sooner (64 rows: 9.0 us for 9.7, 8.7 for 9.1; 32 rows: 7.7 and 7.4, 7.7 and
+# 7.3; tools/bench/results/tried/h200_batched.json).
+FEW_ROWS, FEW_COLUMNS, FEW_ROWS_OF_MANY = 64, 4096, 32
 
 
 def _nothing_masked(p: Any) -> bool:
@@ -91,10 +93,19 @@ def _few_tasks(p: Any, target: Target) -> bool:
     return not p.batch_invariant and keys >= max(LONG_KEYS, KEYS_PER_QUERY * queries) and tasks < target.sm_count
 
 
+def _many_products(p: Any, target: Target) -> bool:
+    """A batch of small products that fills the chip, of 129 rows and more, too: ours take 0.94 - 0.96 of torch.bmm's time at 1,024."""
+    from kernelgen.kernels.gemm import skinny_sm90
+
+    return skinny_sm90.many_products(p, target)
+
+
 def _skinny(p: Any, target: Target) -> bool:
     """Few rows, where b's bytes are what counts, and else by the estimates of both Hopper products (imported when one is called)."""
     from kernelgen.kernels.gemm import dense_sm90, skinny_sm90
 
+    if _many_products(p, target):
+        return p.m <= FEW_ROWS_OF_MANY
     if p.m > 128 and p.n >= FEW_COLUMNS:
         return False
     return p.m <= FEW_ROWS or skinny_sm90.estimate(p, target) <= dense_sm90.estimate(p, target)
@@ -121,7 +132,8 @@ RULES: tuple[Rule, ...] = (
          "masked key through", target_kind="cuda", capability=(90,), when=_cudnn_attention),
     Rule("gemm", "torch", 70, "cuBLAS takes 0.74 - 1.15 x the time of our products at M = 192 and 256, 0.83 x of narrow ones at 512; up to "
          "128 rows ours are 0.9 - 1.5 x as fast, above even (H200, 2026-11-30, tools/bench/results/h200_gemm_hopper.json)",
-         target_kind="cuda", capability=(90,), when=lambda p: _plain_gemm(p) and p.m > 128 and (p.m < 384 or p.n < 1024)),
+         target_kind="cuda", capability=(90,), when=lambda p: _plain_gemm(p) and p.m > 128 and (p.m < 384 or p.n < 1024),
+         fits=lambda p, target: not _many_products(p, target)),
     Rule("gemm", "generated", 64, "TMA and WGMMA for few rows or columns: by the estimates of both Hopper products, whose figures were "
          "measured on an H200 (2026-11-30)", target_kind="cuda", capability=(90,), kernel="gemm/skinny_sm90", fits=_skinny),
     Rule("gemm", "generated", 62, "TMA and WGMMA (H200, 2026-11-30, tools/bench/results/tried/h200_gemm_sm90.json)",
@@ -132,6 +144,7 @@ RULES: tuple[Rule, ...] = (
          "tools/bench/results/tried/h200_tune_int4.json)", target_kind="cuda", kernel="gemm/packed_skinny"),
     Rule("grouped_gemm", "generated", 64, "TMA and WGMMA: 0.96 - 1.12 x as fast as torch._grouped_mm (H200, 2026-11-30, "
          "tools/bench/results/h200_gemm_hopper.json)", target_kind="cuda", capability=(90,), kernel="gemm/grouped_sm90"),
+    Rule("moe", "generated", 64, "few tokens in two launches: each expert that is used is read once", kernel="moe/small_cuda"),
     Rule("", "generated", 60, "specialised for this problem"),
     Rule("", "torch", 40, "works everywhere torch does"),
     Rule("", "reference", 1, "slow eager float64 version"),

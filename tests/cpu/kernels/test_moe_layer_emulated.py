@@ -58,7 +58,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
 def test_layer(name: str) -> None:
     c, folder = CASES[name](), settings().cache_dir / "emulated"
     problem, tensors = describe_moe(**(DEFAULTS | c))
-    steps = dict(COMPOSITION.steps(problem))
+    steps = dict(COMPOSITION.steps(problem, TARGET))
 
     def prepare(step: str, given: Any) -> Callable[[Any], Any]:
         chosen = choose(steps[step], TARGET, "generated", live=False).chosen
@@ -70,7 +70,7 @@ def test_layer(name: str) -> None:
         return family.bind(steps[step], config, EmulatedKernel(family.spec(steps[step], TARGET, config), Path(folder)), given)
 
     assert COMPOSITION.supports(problem, TARGET)
-    run = COMPOSITION.bind(problem, prepare, tensors)
+    run = COMPOSITION.bind(problem, tuple(steps), prepare, tensors)
     made = []
     for _ in range(2):
         poison_(tensors.out)
