@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 _any_requires_grad = torch._C._any_requires_grad
 _grad_enabled = torch.is_grad_enabled
 _below = torch._C._after_autograd_keyset
-_AUTOGRAD = (DispatchKey.AutogradFunctionality, DispatchKey.AutogradOther, DispatchKey.AutogradNestedTensor)
+_AUTOGRAD = (DispatchKey.AutogradCPU, DispatchKey.AutogradOther, DispatchKey.AutogradNestedTensor)  # the first stands for all backends
 # Keys below autograd that plain tensors have, and those of backends: with no others there is nothing else to pass through.
-_PLAIN = (DispatchKey.Dense, DispatchKey.BackendSelect, DispatchKey.ADInplaceOrView, DispatchKey.CPU, DispatchKey.CUDA)
+_PLAIN = (DispatchKey.BackendSelect, DispatchKey.ADInplaceOrView, DispatchKey.CPU, DispatchKey.CUDA)
 
 
 def _special() -> int:
@@ -147,7 +147,7 @@ class _autograd_on:
     def __enter__(self) -> None:
         kept = torch._C._dispatch_tls_local_exclude_set()
         for key in _AUTOGRAD:
-            kept = kept.remove(key)
+            kept = kept - DispatchKeySet(key)
         self.guard = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), kept)
         self.guard.__enter__()
 

@@ -22,6 +22,7 @@ _library = torch.library.Library(NAMESPACE, "DEF")  # operators live as long as 
 # Strides are part of what a kernel was made for, and the last dimension must stay contiguous.
 _RETURNS = ("()", "Tensor", "(Tensor, Tensor)")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+_UNCAPTURED = (torch.Tag.cudagraph_unsafe,)
 _any_requires_grad, _grad_enabled = torch._C._any_requires_grad, torch.is_grad_enabled
 
 
@@ -99,7 +100,7 @@ def _overload(
     return Overload(
         row, name, f"({', '.join(words)}) -> {_RETURNS[results]}", flat, required,
         tuple(constant(text.partition("=")[2]) for text in words[required:]), tuple(slots), bool(outputs or writes) or not results,
-        results, fixed, gradient, (*_TAGS, torch.Tag.cudagraph_unsafe) if uncaptured else _TAGS)
+        results, fixed, gradient, (*_TAGS, *_UNCAPTURED) if uncaptured else _TAGS)
 
 
 def _schema_parts(p: Parameter, writes: bool) -> list[str]:
@@ -163,7 +164,7 @@ def kernel_of(o: Overload) -> Callable[..., Any]:
             raise no_gradient(o)
         count = len(flat)
         if count <= first:
-            value = function(*flat, **fixed)
+            value = function(*flat, **fixed) if fixed else function(*flat)
         elif count <= most:
             value = function(*flat[:first], **dict(zip(keywords, flat[first:])), **fixed)
         else:

@@ -60,7 +60,7 @@ def calls(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Call]
     counts = torch.tensor([3, 3, 3, 3],  # other rows are unspecified
                           dtype=torch.int32, device=device)
     a3 = random_tensor((4, 3, 16), dtype=dtype, device=device, seed=4)
-    sort = kernelgen.moe_sort(ids, 4)
+    sort = kernelgen.moe_sort(ids, 4, backend="reference")
     rows = random_tensor((22, 16), dtype=dtype, device=device, seed=5)
 
     def new(*shape: int, like: torch.dtype = dtype) -> torch.Tensor:
@@ -72,18 +72,20 @@ def calls(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Call]
     def fp8(*shape: int) -> torch.Tensor:
         return new(*shape, like=torch.float8_e4m3fn)
 
-    def plan(backend: str, bounds: GraphBounds | None = None) -> Any:
-        return kept(kernelgen.plan_attention(table, num_q_heads=2, num_kv_heads=2, head_dim=16, q_dtype=dtype, backend=backend,
-                                             cuda_graph_bounds=bounds))
+    def plan(backend: str, bounds: GraphBounds | None = None, *, captured: bool = False) -> Any:
+        made = kernelgen.plan_attention(table, num_q_heads=2, num_kv_heads=2, head_dim=16, q_dtype=dtype, backend=backend,
+                                        cuda_graph_bounds=bounds)
+        return kept(made, captured)
 
-    def mla(backend: str, bounds: GraphBounds | None = None) -> Any:
-        return kept(kernelgen.plan_mla(table, num_heads=2, q_dtype=dtype, scale=0.3, head_dim_latent=8, head_dim_rope=8, backend=backend,
-                                       cuda_graph_bounds=bounds))
+    def mla(backend: str, bounds: GraphBounds | None = None, *, captured: bool = False) -> Any:
+        made = kernelgen.plan_mla(table, num_heads=2, q_dtype=dtype, scale=0.3, head_dim_latent=8, head_dim_rope=8, backend=backend,
+                                  cuda_graph_bounds=bounds)
+        return kept(made, captured)
 
     q8, latent, bounds = q[..., :8].contiguous(), x[:, :, 0].contiguous(), GraphBounds(4, 11)
     levels = [(table, torch.tensor([0, 1, 2], dtype=torch.int32))]
     k = kernelgen
-    cache = (x, x)
+    cache, heads = (x, x), x.transpose(1, 2)
     listed: list[tuple[str, Callable[[str], Any]]] = [
         ("attention", lambda b: k.attention(x, x, x, causal=True, backend=b)),
         ("attention.lse", lambda b: k.attention(x, x, x, window=(3, None), scale=0.2, return_lse=True, backend=b)),
@@ -91,19 +93,19 @@ def calls(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Call]
         ("attention_varlen", lambda b: k.attention_varlen(x[0], x[0], x[0], starts, starts, max_seqlen_q=6, backend=b)),
         ("attention_varlen.lse", lambda b: k.attention_varlen(x[0], x[0], x[0], starts, starts, return_lse=True, backend=b)),
         ("attention_varlen.out", lambda b: k.attention_varlen(x[0], x[0], x[0], starts, starts, lse=f32(11, 2), backend=b)),
-        ("sdpa", lambda b: k.sdpa(x.mT, x.mT, x.mT, is_causal=True)),
+        ("sdpa", lambda b: k.sdpa(heads, heads, heads, is_causal=True)),
         ("cascade_attention", lambda b: k.cascade_attention(q, cache, levels, backend=b)),
         ("cascade_attention.lse", lambda b: k.cascade_attention(q, cache, levels, return_lse=True, backend=b)),
         ("cascade_attention.out", lambda b: k.cascade_attention(q, cache, levels, out=torch.zeros_like(q), backend=b)),
         ("attention_run", lambda b: plan(b, bounds).run(q, cache)),
-        ("attention_run.lse", lambda b: plan(b, bounds).run(q, cache, return_lse=True)),
-        ("attention_run.out", lambda b: plan(b, bounds).run(q, cache, out=torch.zeros_like(q))),
+        ("attention_run.lse", lambda b: plan(b, captured=True).run(q, cache, return_lse=True)),
+        ("attention_run.out", lambda b: plan(b, captured=True).run(q, cache, out=torch.zeros_like(q))),
         ("attention_run.once", lambda b: plan(b).run(q, cache)),
         ("attention_run.once_lse", lambda b: plan(b).run(q, cache, return_lse=True)),
         ("attention_run.once_out", lambda b: plan(b).run(q, cache, out=torch.zeros_like(q), lse=f32(2, 2))),
         ("mla_run", lambda b: mla(b, bounds).run(q8, q8, latent)),
-        ("mla_run.lse", lambda b: mla(b, bounds).run(q8, q8, latent, return_lse=True)),
-        ("mla_run.out", lambda b: mla(b, bounds).run(q8, q8, latent, out=torch.zeros_like(q8))),
+        ("mla_run.lse", lambda b: mla(b, captured=True).run(q8, q8, latent, return_lse=True)),
+        ("mla_run.out", lambda b: mla(b, captured=True).run(q8, q8, latent, out=torch.zeros_like(q8))),
         ("mla_run.once", lambda b: mla(b).run(q8, q8, latent)),
         ("mla_run.once_lse", lambda b: mla(b).run(q8, q8, latent, return_lse=True)),
         ("mla_run.once_out", lambda b: mla(b).run(q8, q8, latent, out=torch.zeros_like(q8))),
@@ -148,7 +150,10 @@ def calls(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Call]
 _plans: list[Any] = []
 
 
-def kept(plan: Any) -> Any:
-    """A recorded operator knows its plan by number alone: hold on to it."""
+def kept(plan: Any, captured: bool) -> Any:
+    """A recorded operator knows its plan by number alone: hold on to it. ``captured``: taken for one within bounds, which only a
+    kernel of our own could be."""
     _plans.append(plan)
+    if captured:
+        vars(plan)["captured"] = True
     return plan
