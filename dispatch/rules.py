@@ -111,6 +111,17 @@ def _skinny(p: Any, target: Target) -> bool:
     return p.m <= FEW_ROWS or skinny_sm90.estimate(p, target) <= dense_sm90.estimate(p, target)
 
 
+# Codes from which packed_sm90 was measured: fewer are read in less time than its start takes.
+MANY_CODES = 5760 * 2880
+
+
+def _one_wave(p: Any, target: Target) -> bool:
+    """What packed_sm90 was measured for: all of its blocks at once, with something to read for each."""
+    from kernelgen.kernels.gemm import packed_sm90
+
+    return p.n * p.k >= MANY_CODES and bool(packed_sm90.supports(p, target)) and packed_sm90.one_wave(p, target)
+
+
 def _plain_gemm(p: Any) -> bool:
     return not (p.bias or p.activation or p.accumulate_c) and p.a_dtype == p.b_dtype == p.out_dtype and p.a_dtype in ("bf16", "fp16")
 
@@ -145,6 +156,11 @@ RULES: tuple[Rule, ...] = (
          "measured on an H200 (2026-11-30)", target_kind="cuda", capability=(90,), kernel="gemm/skinny_sm90", fits=_skinny),
     Rule("gemm", "generated", 62, "TMA and WGMMA (H200, 2026-11-30, tools/bench/results/tried/h200_gemm_sm90.json)",
          target_kind="cuda", capability=(90,), kernel="gemm/dense_sm90"),
+    Rule("gemm", "generated", 64, "packed weights, few rows: 0.60 - 0.87 x the time of packed_skinny where one wave of blocks is enough "
+         "(H200, 2026-11-30, tools/bench/results/tried/h200_packed_sm90.json)", target_kind="cuda", capability=(90,),
+         kernel="gemm/packed_sm90", fits=_one_wave),
+    Rule("gemm", "generated", 54, "packed weights: small ones, and several waves of its blocks, were never timed", target_kind="cuda",
+         kernel="gemm/packed_sm90"),
     Rule("gemm", "generated", 63, "packed weights, few rows: b's codes go straight to registers, read once (H200, 2026-11-30, "
          "tools/bench/results/h200_gemm_hopper.json)", target_kind="cuda", kernel="gemm/packed_skinny", when=lambda p: p.m <= 16),
     Rule("gemm", "generated", 55, "packed weights: gemm_mma takes 0.65 - 0.96 x its time at 32 rows (H200, 2026-11-30, "

@@ -27,27 +27,25 @@ def run(case: Product, config: Config | None = None) -> None:
 @pytest.mark.parametrize("dtype", ("bf16", "fp16"))
 def test_forms(dtype: str, weight: str, group: int, symmetric: bool) -> None:
     form: dict[str, Any] = dict(weight=weight, group=group, symmetric=symmetric)
-    for m in (1, 13, 64):
+    for m in (3, 13):
         for n, k in ((72, 32), (8, 4192), (1000, 2336)):
             run(Product(m, n, k, dtype, **form))
 
 
 @pytest.mark.parametrize("split_k", (1, 2, 4, 8))
-@pytest.mark.parametrize("warps", ((2, 1), (4, 2), (8, 1), (2, 4)))
-def test_configs(warps: tuple[int, int], split_k: int) -> None:
+def test_configs(split_k: int) -> None:
     target = target_of("cuda")
-    for m, tokens in ((1, 8), (9, 16), (17, 32)):
-        for case in (Product(m, 328, 3104, "bf16", weight="int4"), Product(m, 136, 544, "fp16", weight="mxfp4")):
-            for tiles, stages, rounds, ahead in ((1, 2, 2, 0), (2, 3, 1, 100), (4, 5, 7, 3)):
-                config = Config(tiles, tokens, *warps, stages, rounds * warps[1], split_k, ahead)
-                if packed_sm90.legal(problem_of(case, make_product(case)[0]), target, config):
-                    run(case, config)
+    for tokens, case in ((8, Product(1, 328, 3104, "bf16", weight="int4")), (16, Product(9, 136, 544, "fp16", weight="mxfp4"))):
+        for tiles, warps, stages, ahead in ((1, (2, 1), 2, 0), (2, (4, 2), 3, 100), (4, (2, 4), 4, 3), (3, (3, 3), 3, 12)):
+            config = Config(tiles, tokens, *warps, stages, split_k, ahead)
+            if packed_sm90.legal(problem_of(case, make_product(case)[0]), target, config):
+                run(case, config)
 
 
 @pytest.mark.parametrize("activation, out, bias, c", (
     ("relu", "bf16", "bf16", None), ("gelu", "fp32", "fp32", "fp32"), ("silu", "fp16", "bf16", "fp16"), (None, "bf16", None, "fp32")))
 def test_epilogue(activation: str | None, out: str, bias: str | None, c: str | None) -> None:
-    for m, n, k in ((5, 120, 288), (24, 392, 1120)):
+    for m, n, k in ((5, 120, 288), (14, 392, 1120)):
         run(Product(m, n, k, "bf16", weight="int4", activation=activation, out=out, bias=bias, c=c, beta=-0.5))
 
 

@@ -55,25 +55,6 @@ __device__ inline uint32_t int4_pair_apart(uint32_t word, int pair, uint32_t neg
   }
 }
 
-// All eight codes as pairs that are 16 bits apart, plus what `minus` holds for both, in kCodeUnit. A nibble among the lowest bits of a
-// half is a subnormal (or in the first of the normal numbers, which follow on them evenly), and a multiplication is all that it takes:
-// less than the above of what does integers, of which there is half as much as of what does floats.
-template <class T>
-constexpr float kCodeUnit = is_same_v<T, bf16> ? 0x1p-6f : 0x1p-9f;
-template <class T>
-constexpr uint32_t kMinusEight = is_same_v<T, bf16> ? 0xbe00be00u : 0xa400a400u;
-
-template <class T>
-__device__ inline void int4_word(uint32_t (&pairs)[4], uint32_t word, uint32_t minus) {
-  constexpr uint32_t kLow = is_same_v<T, bf16> ? 0x7f007f00u : 0x78007800u;   // 2^127, 2^15
-  constexpr uint32_t kHigh = is_same_v<T, bf16> ? 0x7d007d00u : 0x68006800u;  // 2^123, 2^11
-  const uint32_t upper = word >> 8;
-  pairs[0] = fma_pair<T>(word & 0x000f000fu, kLow, minus);
-  pairs[1] = fma_pair<T>(word & 0x00f000f0u, kHigh, minus);
-  pairs[2] = fma_pair<T>(upper & 0x000f000fu, kLow, minus);
-  pairs[3] = fma_pair<T>(upper & 0x00f000f0u, kHigh, minus);
-}
-
 // Two codes in the upper nibbles of the halves of a word.
 template <class T>
 __device__ inline uint32_t e2m1_halves(uint32_t halves) {
@@ -86,17 +67,6 @@ __device__ inline uint32_t e2m1_halves(uint32_t halves) {
 template <class T>
 __device__ inline uint32_t e2m1_pair_apart(uint32_t word, int pair) {
   return e2m1_halves<T>(word << (12 - 4 * pair));
-}
-
-// All eight codes as pairs that are 16 bits apart, times 2^-14, in fp16: sign, exponent and mantissa fit in its upper byte, so four codes
-// are moved at a time.
-__device__ inline void e2m1_word(uint32_t (&pairs)[4], uint32_t word) {
-  constexpr uint32_t kSign = 0x80808080u, kRest = 0x0e0e0e0eu, kUpper = 0xff00ff00u;
-  const uint32_t even = (word << 4 & kSign) | (word << 1 & kRest), odd = (word & kSign) | (word >> 3 & kRest);
-  pairs[0] = __byte_perm(even, 0, 0x2404);
-  pairs[1] = __byte_perm(odd, 0, 0x2404);
-  pairs[2] = even & kUpper;
-  pairs[3] = odd & kUpper;
 }
 
 template <class T>

@@ -17,18 +17,6 @@ __device__ inline uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
   return d;
 }
 
-// The larger magnitude of each half, with any sign; a NaN only where both are.
-template <class T>
-__device__ inline uint32_t larger_pair(uint32_t a, uint32_t b) {
-  uint32_t d;
-  if constexpr (is_same_v<T, bf16>) {
-    asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  } else {
-    asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  }
-  return d;
-}
-
 // (x & mask) | bits in one instruction: the compiler takes two where mask and bits are constants.
 __device__ inline uint32_t masked_or(uint32_t x, uint32_t mask, uint32_t bits) {
   uint32_t y;

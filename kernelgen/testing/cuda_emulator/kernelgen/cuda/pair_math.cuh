@@ -9,10 +9,5 @@ inline uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
   auto fma = [](float p, float q, float r) { return static_cast<float>(static_cast<double>(p) * q + r); };
   return pack_pair<T>(fma(x.x, y.x, z.x), fma(x.y, y.y, z.y));
 }
-template <class T>
-inline uint32_t larger_pair(uint32_t a, uint32_t b) {
-  const float2 x = unpack_pair<T>(a), y = unpack_pair<T>(b);
-  return pack_pair<T>(std::fmax(std::fabs(x.x), std::fabs(y.x)), std::fmax(std::fabs(x.y), std::fabs(y.y)));
-}
 inline uint32_t masked_or(uint32_t x, uint32_t mask, uint32_t bits) { return (x & mask) | bits; }
 }  // namespace kernelgen
