@@ -38,6 +38,9 @@ class Rule:
 # much of b is on its way (H200, 2026-11-30: at 8 rows its choices took 1.3 - 1.7 x the time). And columns of b from which it is worse for
 # more than 128 rows (192 - 512 rows: best for 576 and 2112 columns, never for 4096).
 FEW_ROWS, FEW_COLUMNS = 64, 4096
+# 16-bit rows from which dense tiles, which can share K too, were the better product for few columns as well (192 - 512 rows of 576 and
+# 2112 columns: 0.5 - 1.05 of the time of skinny_sm90's best; H200, 2026-11-30, tools/bench/results/tried/h200_tune_dense.json).
+DENSE_ROWS = 192
 
 
 def _nothing_masked(p: Any) -> bool:
@@ -95,7 +98,7 @@ def _skinny(p: Any, target: Target) -> bool:
     """Few rows, where b's bytes are what counts, and else by the estimates of both Hopper products (imported when one is called)."""
     from kernelgen.kernels.gemm import dense_sm90, skinny_sm90
 
-    if p.m > 128 and p.n >= FEW_COLUMNS:
+    if p.m > 128 and (p.n >= FEW_COLUMNS or (p.m >= DENSE_ROWS and p.a_dtype in ("bf16", "fp16"))):
         return False
     return p.m <= FEW_ROWS or skinny_sm90.estimate(p, target) <= dense_sm90.estimate(p, target)
 
@@ -119,9 +122,9 @@ RULES: tuple[Rule, ...] = (
     Rule("attention", "torch", 70, "cuDNN in torch 2.11 takes 0.39 - 0.74 x the time of prefill_mma, measured in bf16, D 64, 128, 256, "
          "1k - 16k, and so expected in fp16 (H200, 2026-11-29, `kernelgen bench attention`); with a mask it lets a NaN of a "
          "masked key through", target_kind="cuda", capability=(90,), when=_cudnn_attention),
-    Rule("gemm", "torch", 70, "cuBLAS takes 0.74 - 1.15 x the time of our products at M = 192 and 256, 0.83 x of narrow ones at 512; up to "
-         "128 rows ours are 0.9 - 1.5 x as fast, above even (H200, 2026-11-30, tools/bench/results/h200_gemm_hopper.json)",
-         target_kind="cuda", capability=(90,), when=lambda p: _plain_gemm(p) and p.m > 128 and (p.m < 384 or p.n < 1024)),
+    Rule("gemm", "torch", 70, "cuBLAS takes 0.92 - 1.01 x the time of our products at M = 256, 0.87 - 0.99 x of narrow ones from there "
+         "on; up to 192 rows ours are 0.9 - 1.5 x as fast, above even (H200, 2026-11-30, tools/bench/results/tried/h200_tune_dense.json)",
+         target_kind="cuda", capability=(90,), when=lambda p: _plain_gemm(p) and p.m > 192 and (p.m < 384 or p.n < 1024)),
     Rule("gemm", "generated", 64, "TMA and WGMMA for few rows or columns: by the estimates of both Hopper products, whose figures were "
          "measured on an H200 (2026-11-30)", target_kind="cuda", capability=(90,), kernel="gemm/skinny_sm90", fits=_skinny),
     Rule("gemm", "generated", 62, "TMA and WGMMA (H200, 2026-11-30, tools/bench/results/tried/h200_gemm_sm90.json)",

@@ -12,7 +12,7 @@ from typing import Any
 from kernelgen.kernels.base import KernelFamily
 from kernelgen.kernels.gemm import dense_sm90
 from kernelgen.kernels.gemm.dense_sm90 import Config, closure, spec_of
-from kernelgen.kernels.gemm.sm90 import BLOCK_RECIPES, MMA_ROWS, supports_common
+from kernelgen.kernels.gemm.sm90 import BLOCK_RECIPES, supports_common
 from kernelgen.problems.gemm import GroupedGemmProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
@@ -76,7 +76,7 @@ def bind(
         tiles = (p.m + min(p.batch, p.m) * (c.block_m - 1)) // c.block_m * tiles_n
     else:
         tiles = p.batch * tiles_m * tiles_n
-    box_a = MMA_ROWS if p.grouping == "k" else min(c.block_m, _BOX_ROWS)
+    box_a = c.block_m if p.grouping == "k" else min(c.block_m, _BOX_ROWS)
     return closure(p, c, kernel, tensors, tiles_m, tiles_n, tiles, box_a)
 
 
