@@ -40,6 +40,9 @@ class Rule:
 # Of many small products in a batch dense_sm90 is the better one sooner (64 rows: 9.0 us for 9.7, 8.7 for 9.1; 32 rows: 7.7 and 7.4, 7.7 and
 # 7.3; tools/bench/results/tried/h200_batched.json).
 FEW_ROWS, FEW_COLUMNS, FEW_ROWS_OF_MANY = 64, 4096, 32
+# 16-bit rows from which dense tiles, which can share K too, were the better product for few columns as well (192 - 512 rows of 576 and
+# 2112 columns: 0.5 - 1.05 of the time of skinny_sm90's best; H200, 2026-11-30, tools/bench/results/tried/h200_tune_dense.json).
+DENSE_ROWS = 192
 
 
 def _nothing_masked(p: Any) -> bool:
@@ -106,7 +109,7 @@ def _skinny(p: Any, target: Target) -> bool:
 
     if _many_products(p, target):
         return p.m <= FEW_ROWS_OF_MANY
-    if p.m > 128 and p.n >= FEW_COLUMNS:
+    if p.m > 128 and (p.n >= FEW_COLUMNS or (p.m >= DENSE_ROWS and p.a_dtype in ("bf16", "fp16"))):
         return False
     return p.m <= FEW_ROWS or skinny_sm90.estimate(p, target) <= dense_sm90.estimate(p, target)
 
@@ -148,9 +151,9 @@ RULES: tuple[Rule, ...] = (
     Rule("attention", "torch", 70, "cuDNN in torch 2.11 takes 0.39 - 0.74 x the time of prefill_mma, measured in bf16, D 64, 128, 256, "
          "1k - 16k, and so expected in fp16 (H200, 2026-11-29, `kernelgen bench attention`); with a mask it lets a NaN of a "
          "masked key through", target_kind="cuda", capability=(90,), when=_cudnn_attention),
-    Rule("gemm", "torch", 70, "cuBLAS takes 0.74 - 1.15 x the time of our products at M = 192 and 256, 0.83 x of narrow ones at 512; up to "
-         "128 rows ours are 0.9 - 1.5 x as fast, above even (H200, 2026-11-30, tools/bench/results/h200_gemm_hopper.json)",
-         target_kind="cuda", capability=(90,), when=lambda p: _plain_gemm(p) and p.m > 128 and (p.m < 384 or p.n < 1024),
+    Rule("gemm", "torch", 70, "cuBLAS takes 0.92 - 1.01 x the time of our products at M = 256, 0.87 - 0.99 x of narrow ones from there "
+         "on; up to 192 rows ours are 0.9 - 1.5 x as fast, above even (H200, 2026-11-30, tools/bench/results/tried/h200_tune_dense.json)",
+         target_kind="cuda", capability=(90,), when=lambda p: _plain_gemm(p) and p.m > 192 and (p.m < 384 or p.n < 1024),
          fits=lambda p, target: not _many_products(p, target)),
     Rule("gemm", "generated", 64, "TMA and WGMMA for few rows or columns: by the estimates of both Hopper products, whose figures were "
          "measured on an H200 (2026-11-30)", target_kind="cuda", capability=(90,), kernel="gemm/skinny_sm90", fits=_skinny),

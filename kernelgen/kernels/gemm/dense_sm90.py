@@ -186,6 +186,7 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
         (problem.a_order == "row" or c.block_m % (MMA_ROWS * c.cluster_n) == 0, f"config {c}: columns of a are loaded by 64 rows"),
         (problem.b_order == "col" or c.block_n % MMA_ROWS == 0, f"block_n {c.block_n}: rows of b are loaded by 64 columns"),
         (mn_boxes[0] % mn_boxes[1] == 0, f"block_n {c.block_n} does not fall into {boxes_b} boxes"),
+        (c.block_m // c.cluster_n <= 256, f"config {c}: a box has at most 256 rows"),
         (not problem.gated or c.block_n % 16 == 0, f"block_n {c.block_n}: a gate needs a multiple of 16"),
         (not quantizes(problem) or c.outputs(problem.gated) % 128 == 0,
          f"config {c}: a tile's {c.outputs(problem.gated)} outputs are no multiple of the 128 that share a scale"),
@@ -216,6 +217,7 @@ MEASURED: dict[str, tuple[Measured, ...]] = {
         Measured(Config(1, 2, 208, 4), 0.545, 1.3),
         Measured(Config(1, 2, 192, 4), 0.511, 1.2),
         Measured(Config(1, 2, 160, 5), 0.440, 1.1),
+        Measured(Config(1, 2, 144, 5), 0.400, 1.1),  # between its neighbours; four of them are 576 columns
         Measured(Config(2, 2, 176, 4, pingpong=True), 0.472, 0.1),
         Measured(Config(2, 2, 128, 5, pingpong=True), 0.343, 0.1),
         Measured(Config(1, 2, 128, 6), 0.361, 1.1),
@@ -251,10 +253,48 @@ QUANTIZING: dict[str, tuple[Measured, ...]] = {
 }
 
 
+# The same for 129 - 1023 rows of 16 bits, where the clock is higher and tiles are few: a fit to 34 problems of M 192 - 768, whose choices
+# are within 0.5 % of the best of what was searched in the mean, 5 at worst (docs/design/hopper.md; tools/tune.py).
+MIDDLE: tuple[Measured, ...] = (
+    Measured(Config(1, 2, 256, 4), 0.733, 2.04),
+    Measured(Config(2, 2, 128, 4), 0.733, 1.94),
+    Measured(Config(1, 2, 224, 4), 0.652, 1.60),
+    Measured(Config(1, 3, 176, 4, slabs=1), 0.666, 2.28),
+    Measured(Config(1, 2, 208, 4), 0.592, 1.73),
+    Measured(Config(1, 2, 192, 4), 0.541, 1.69),
+    Measured(Config(1, 2, 160, 5), 0.449, 1.39),
+    Measured(Config(2, 2, 176, 4, pingpong=True), 0.498, 1.15),
+    Measured(Config(2, 2, 128, 6, pingpong=True), 0.365, 0.90),
+    Measured(Config(1, 2, 128, 6), 0.354, 1.53),
+    Measured(Config(1, 1, 128, 8), 0.203, 1.24),
+    Measured(Config(1, 2, 64, 8), 0.230, 0.87),
+    Measured(Config(1, 1, 64, 10), 0.157, 0.64),
+    Measured(Config(1, 1, 96, 10, split_k=4), 0.215, 4.18),
+    Measured(Config(1, 3, 112, 5, slabs=1, split_k=2), 0.519, 2.83),
+    Measured(Config(2, 2, 176, 5, pingpong=True), 0.530, 0.66),
+    Measured(Config(1, 2, 192, 6, pingpong=True), 0.293, 1.80),
+    Measured(Config(1, 1, 192, 7, split_k=4), 0.332, 4.90),
+    Measured(Config(1, 1, 64, 10, split_k=4), 0.176, 3.57),
+    Measured(Config(1, 3, 128, 5, slabs=1), 0.548, 2.28),
+    Measured(Config(1, 3, 80, 6, slabs=1, split_k=4), 0.457, 2.88),
+    Measured(Config(1, 3, 64, 7, slabs=1, split_k=2), 0.324, 3.57),
+    Measured(Config(2, 2, 160, 5, pingpong=True), 0.477, 0.60),
+    Measured(Config(1, 3, 192, 4, slabs=1), 0.681, 6.40),
+    Measured(Config(1, 2, 112, 6), 0.324, 1.22),
+    Measured(Config(1, 3, 112, 5, 1, 2, slabs=1), 0.464, 3.45),
+)
+_MIDDLE_ROWS = range(129, 1024)
+_BEYOND = 1.4  # how much longer tiles take for the share of their rows that lies beyond the matrix, which the copy engine fills with zeros
+
+
+def _in_middle(problem: GemmProblem) -> bool:
+    return problem.op == "gemm" and problem.m in _MIDDLE_ROWS and depth(problem) == 64
+
+
 def _measured(problem: GemmProblem) -> tuple[Measured, ...]:
     """Of the problem's kind."""
     kind = kind_of_sums(problem)
-    return (*MEASURED[kind], *(QUANTIZING.get(kind, ()) if quantizes(problem) else ()))
+    return (*(MIDDLE if _in_middle(problem) else MEASURED[kind]), *(QUANTIZING.get(kind, ()) if quantizes(problem) else ()))
 
 
 def _tiles(problem: GemmProblem, config: Config) -> tuple[int, int]:
@@ -277,6 +317,9 @@ def _cost(problem: GemmProblem, target: Target, measured: Measured) -> float:
     p, size = problem, ROW_BYTES // depth(problem)
     memory = p.batch * size * (p.m * p.k + p.k * p.n + p.m * p.n) / _BYTES_PER_US
     # Where memory is the limit, less work is still the better bet.
+    if _in_middle(p):
+        tiles_time *= 1 + _BEYOND * (1 - p.m / round_up(p.m, measured.config.block_m))
+        return max(tiles_time, memory) + tiles_time / 50
     return max(tiles_time, memory) + tiles_time / 10
 
 
@@ -391,7 +434,7 @@ def bind(problem: GemmProblem, config: Config, kernel: Any, tensors: GemmTensors
     p, c = problem, config
     tiles_m, tiles_n = _tiles(p, c)
     quantize = _requantization(p, kernel.spec.target)
-    return closure(p, c, kernel, tensors, tiles_m, tiles_n, tiles_m * tiles_n * p.batch, min(MMA_ROWS, c.block_m // c.cluster_n),
+    return closure(p, c, kernel, tensors, tiles_m, tiles_n, tiles_m * tiles_n * p.batch, c.block_m // c.cluster_n,
                    quantize.bind(kernel, tensors, pitch=round_up(p.outputs, 4)) if quantize else None)
 
 

@@ -13,7 +13,7 @@ from kernelgen.kernels.base import KernelFamily
 from kernelgen.kernels.gemm import dense_sm90
 from kernelgen.kernels.gemm.dense_sm90 import Config, closure, spec_of
 from kernelgen.kernels.gemm.requantize import Requantization
-from kernelgen.kernels.gemm.sm90 import BLOCK_RECIPES, MMA_ROWS, promotes, quantizes, requantized, round_up, supports_common, unquantized
+from kernelgen.kernels.gemm.sm90 import BLOCK_RECIPES, promotes, quantizes, requantized, round_up, supports_common, unquantized
 from kernelgen.problems.gemm import GroupedGemmProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
@@ -88,7 +88,7 @@ def bind(
         tiles = (p.m + min(p.batch, p.m) * (c.block_m - 1)) // c.block_m * tiles_n
     else:
         tiles = p.batch * tiles_m * tiles_n
-    box_a = MMA_ROWS if p.grouping == "k" else min(c.block_m, _BOX_ROWS)
+    box_a = c.block_m if p.grouping == "k" else min(c.block_m, _BOX_ROWS)
     quantize, last_group = _requantization(p, kernel.spec.target), p.batch - 1 if p.grouping == "rows" else 0
     return closure(p, c, kernel, tensors, tiles_m, tiles_n, tiles, box_a,
                    quantize.bind(kernel, tensors, last_group, round_up(p.outputs, 4)) if quantize else None)

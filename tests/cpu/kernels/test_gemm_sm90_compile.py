@@ -38,7 +38,8 @@ def tuned_specs() -> list[KernelSpec]:
     """Every measured dense config, and for few rows the first choice of each power of two."""
     kinds = {"plain": BASE, "promoted": FP8, "blocks": BLOCKS}
     dense = [(kinds[kind], m.config) for kind, measured in dense_sm90.MEASURED.items() for m in measured]
-    specs = [dense_sm90.spec(p, H200, config) for p, config in dense]
+    dense += [(BASE, m.config) for m in dense_sm90.MIDDLE]
+    specs = list(dict.fromkeys(dense_sm90.spec(p, H200, config) for p, config in dense))
     for base in (BASE, FP8, BLOCKS):
         for m in (1, 16, 64, 128):
             problem = replace(base, m=m)
@@ -137,6 +138,20 @@ def test_packed_choices_are_those_of_the_search() -> None:
     assert checked == 6
     for shape in ({"n": 28672, "k": 4096}, {"n": 7168, "k": 2048}):  # two waves; too small: not timed, so left to packed_skinny
         assert choose(replace(WEIGHT, m=8, **shape), H200, "generated").chosen.kernel == "gemm/packed_skinny"  # type: ignore[union-attr]
+
+
+def test_dense_choices_are_those_of_the_search() -> None:
+    """The same of dense tiles for 129 - 1023 rows, K shared out or not."""
+    searched = json.loads((Path(__file__).parents[3] / "tools/bench/results/tried/h200_tune_dense.json").read_text())["lines"]
+    regrets, ratios = [], []
+    for line in searched:
+        m, n, k = map(int, re.fullmatch(r"gemm\[bf16 m=(\d+) n=(\d+) k=(\d+)\]", line["problem"]).groups())  # type: ignore[union-attr]
+        times = {name.removeprefix("dense_sm90 "): us for name, us in line["us"].items() if name != "torch"}
+        chosen = times.get(str(next(iter(dense_sm90.candidates(replace(BASE, m=m, n=n, k=k), H200)))), math.inf)
+        regrets.append(math.log(chosen / min(times.values())))
+        ratios.append(math.log(line["us"]["torch"] / chosen))
+    assert len(regrets) == 30 and sum(regrets) / 30 < math.log(1.01) and max(regrets) < math.log(1.06), regrets
+    assert sum(ratios) / 30 > math.log(1.03), "against cuBLAS in the mean"
 
 
 def test_every_problem_has_a_config() -> None:

@@ -99,11 +99,10 @@ struct DenseSm90 : Options {
   static constexpr int kBarriersAt = kSplitK == 1 ? kRingBytes : max_of(kRingBytes, Shares::kBytes);  // the sums lie where operands lay
   static constexpr int kSharedBytes = kBarriersAt + round_up(Ring::kBytes, 128);
 
-  // A box: what one TMA instruction brings of an operand. Of a only those with rows of the matrix or group are loaded: rows beyond it are
-  // not free, though they come from nowhere (192 x 4096 x 7168 in tiles of 128 x 64 took 47 us, 256 rows 27; H200, 2026-11-30).
-  static constexpr int kBoxA = !kMajorKA ? TileA::kRowElements : min_of(kBlockM / kClusterN, kRowGroups ? 32 : kMmaRows);
+  // A box: what one TMA instruction brings of an operand. Groups of few rows need few boxes of a.
+  static constexpr int kBoxA = !kMajorKA ? TileA::kRowElements : kRowGroups ? min_of(kBlockM, 32) : kBlockM / kClusterN;
   static constexpr int kBoxB = kMajorKB ? kBlockN / max_of(kClusterM, Epilogue::kSplit ? 2 : 1) : TileB::kRowElements;
-  static_assert(kBoxB <= 256 && kBlockM % (kBoxA * kClusterN) == 0, "a box has at most 256 rows, and a tile of a whole boxes");
+  static_assert(kBoxA <= 256 && kBoxB <= 256, "a box has at most 256 rows");
 
   __device__ static uint16_t blocks_along_n(int m) {  // of the cluster, with the same rows
     uint16_t mask = 0;
@@ -133,8 +132,8 @@ struct DenseSm90 : Options {
     OutputTile tile;
     for (; tiles.find(p, index, tile); index += step) {
       if (!leader) continue;
-      const int boxes_a = max(0, min(kBlockM / kBoxA, ceil_div(tile.row_end - tile.m, kBoxA)));  // of all that share the tile of a
-      const int bytes = kBoxA * kSwizzleRowBytes * boxes_a + TileB::kBytes + Scales::row_bytes(p);
+      const int boxes_a = kRowGroups ? min(kBoxesA, ceil_div(tile.row_end - tile.m, kBoxA)) : kBoxesA;
+      const int bytes = (kRowGroups ? TileA::kBytes / kBoxesA * boxes_a + TileB::kBytes : kStageBytes) + Scales::row_bytes(p);
       for (int k = tile.k_first; k < tile.k_end; k += kDepth) {
         ring.wait_empty(at);
         ring.expect(at, bytes);
@@ -143,8 +142,8 @@ struct DenseSm90 : Options {
         // In both orders a row of the tile, or what is as much of a box, is 128 bytes.
 #pragma unroll
         for (int i = 0; i < kBoxesA; ++i) {
-          const int box = rank_n * kBoxesA + i, row = box * kBoxA;
-          if (box >= boxes_a) break;
+          const int row = (rank_n * kBoxesA + i) * kBoxA;
+          if (kRowGroups && i >= boxes_a) break;
           load_box<kClusterN>(stage_a + row * kSwizzleRowBytes, p.map_a, ring.full(at.stage), kMajorKA, k, tile.m + row, tile.batch_a,
                               sharing_a);
         }
@@ -409,7 +408,7 @@ struct DenseSm90 : Options {
       tma_prefetch_map(p.map_a);
       tma_prefetch_map(p.map_b);
     }
-    if constexpr (kSharing > 1) {
+    if constexpr (kBlocks > 1) {
       cluster_sync();
     } else {
       __syncthreads();
