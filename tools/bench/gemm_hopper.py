@@ -67,7 +67,7 @@ def parts(lists: Sequence[str], rows: Sequence[int]) -> dict[str, list[Case]]:
         "bf16": [*_dense("bf16", lists, rows), ProductCase("bf16", 8192, 8192, 8192)],
         "fp8-row": _dense("fp8-row", lists, rows), "fp8-row-fast": _dense("fp8-row-fast", lists, rows),
         "fp8-block": _dense("fp8-block", lists, rows),
-        "grouped": [GroupedCase(recipe, "rows", *s) for recipe in ("bf16", "fp8-row", "fp8-block") for s in _CONTIGUOUS],
+        "grouped": [GroupedCase(recipe, "rows", *s) for recipe in ("fp8-block", "bf16", "fp8-row") for s in _CONTIGUOUS],
         "masked": [GroupedCase("fp8-block", form, *s) for s in _MASKED for form in ("masked", *(["padded"] if s[1] == 20 else []))],
         "int4": list(_INT4), "batched": list(_BATCHED),
     }
