@@ -145,7 +145,8 @@ def _bytes_of_scales(problem: GemmProblem, config: Config) -> int:
         return 0
     c = config
     width = c.block_n // (2 if splits(problem) else 1)
-    rows = (1 if c.block_m <= 192 else 2) * round_up(4 * _box_of_scales(problem, c), 128)
+    box = 4 * _box_of_scales(problem, c)
+    rows = box if c.block_m <= 192 else round_up(box, 128) + box
     return round_up(rows + 4 * (c.block_n // math.gcd(width, BLOCK_RECIPES[problem.scales])), 128)
 
 

@@ -31,7 +31,7 @@ struct BlockScales {
   // Rows of groups begin anywhere, a box at a multiple of four.
   static constexpr int kBoxRows = BlockM <= 192 ? BlockM : BlockM / 2, kBoxes = BlockM / kBoxRows, kSlack = Epilogue::kRowGroups ? 4 : 0;
   static constexpr int kBoxBytes = round_up((kBoxRows + kSlack) * 4, 128);
-  static constexpr int kColumnsAt = kBoxes * kBoxBytes;
+  static constexpr int kColumnsAt = (kBoxes - 1) * kBoxBytes + (kBoxRows + kSlack) * 4;
   static constexpr int kBytes = round_up(kColumnsAt + kRuns * 4, 128);  // of a stage: rows, then runs of columns
   static constexpr int kFillers = kWarpSize;                            // arrivals of the warp of scales at the stage's full barrier
   // Scales of all columns are too many for registers: they are read where they lie, and the stage is given back after that.

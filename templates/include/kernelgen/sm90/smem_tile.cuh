@@ -21,11 +21,11 @@ __device__ inline uint32_t swizzled_chunk(int row, int chunk) {
 }
 
 // Matrix descriptor (PTX ISA, "Matrix Descriptor") of what begins `offset` bytes into a tile: address and two strides in units of 16
-// bytes, 128-byte swizzle. One addition to `tile / 16`, which the descriptors of a tile share: as an expression of the address each
-// took some ten instructions.
+// bytes, 128-byte swizzle. One addition to what the descriptors of a tile share: as an expression of the address each took some ten
+// instructions. In a cluster an address has the block's rank in its upper bits, which must not get into the strides.
 __device__ inline uint64_t smem_descriptor(uint32_t tile, uint32_t offset, uint32_t leading_bytes, uint32_t stride_bytes) {
   constexpr uint64_t kSwizzle128 = 1ull << 62;
-  return kSwizzle128 | static_cast<uint64_t>(stride_bytes >> 4) << 32 | (tile >> 4) + ((leading_bytes >> 4 << 16) + (offset >> 4));
+  return kSwizzle128 | static_cast<uint64_t>(stride_bytes >> 4) << 32 | ((tile & 0x3ffff) >> 4) + ((leading_bytes >> 4 << 16) + (offset >> 4));
 }
 
 // The first `bytes` bytes of word `word` of a chunk.
