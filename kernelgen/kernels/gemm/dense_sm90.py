@@ -224,7 +224,7 @@ MEASURED: dict[str, tuple[Measured, ...]] = {
 }
 
 
-# The same for 129 - 1023 rows of 16 bits, where the clock is higher and tiles are few: a fit to 34 problems of M 192 - 768, whose choices
+# The same for 129 - 1023 rows of 16 bits, where the clock is higher and tiles are few: a fit to 30 problems of M 192 - 768, whose choices
 # are within 0.5 % of the best of what was searched in the mean, 5 at worst (docs/design/hopper.md; tools/tune.py).
 MIDDLE: tuple[Measured, ...] = (
     Measured(Config(1, 2, 256, 4), 0.733, 2.04),
