@@ -1,11 +1,14 @@
 """What is looked at before an address is read: kernels are launched behind torch's back, on real memory only.
 
-A call that torch watches (a dispatch mode, a function transform, forward-mode AD, jit tracing, a tensor subclass with its own
-dispatch) is described as one that needs torch's operators; dispatch then leaves our kernels out.
+A call that torch's dispatcher must see (a dispatch mode, jit tracing, a tensor subclass with its own dispatch) is made as an operator
+(kernelgen/library); under torch.compile dynamo traces that operator's call in place of the function. A call inside a function
+transform or forward-mode AD, or one that asks for a gradient, is described as one that needs torch's operators; dispatch then leaves our
+kernels out.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -15,6 +18,8 @@ from torch._C._dynamo import eval_frame as _dynamo
 from torch.autograd import forward_ad
 
 from kernelgen.errors import DeviceError, DtypeError, LayoutError, NoBackendError, SettingsError
+from kernelgen.library import operators as operators  # registers them
+from kernelgen.library import recorded
 
 # Their memory is their own, and nothing of torch looks at what is done with it.
 ORDINARY = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -32,17 +37,64 @@ def watched() -> bool:
 Op = TypeVar("Op", bound=Callable[..., Any])
 
 
-def outside_graphs(op: Op) -> Op:
-    """For ops that launch kernels: under torch.compile a call is a graph break, and the op runs as it would eagerly.
+class _Recording(threading.local):
+    depth = 0
 
-    Traced through, an op would run its host code on stand-ins for addresses and sizes; dynamo's own struct.pack, to which the
-    kernels' arguments lead, calls itself until the stack ends.
+
+_recording = _Recording()
+
+
+def operator(name: str) -> Callable[[Op], Op]:
+    """For public functions: in a graph the call is the operator ``kernelgen::name``, and nothing of the function is traced.
+
+    Costs an eager call nothing: there is no function around it.
     """
-    # What torch.compiler.disable comes to, without a function around every call, and without importing dynamo, which takes a second.
-    _dynamo.set_code_exec_strategy(op.__code__, _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.SKIP))
-    vars(op).update(_torchdynamo_disable=True, _torchdynamo_disable_msg="in this release kernelgen's ops are no operators of torch that "
-                    "a graph could hold: compile without fullgraph")
-    return op
+    def mark(op: Op) -> Op:
+        # A frame of its own is never compiled: called from compiled code's breaks it runs as it is.
+        _dynamo.set_code_exec_strategy(op.__code__, _SKIP)
+        vars(op)["_torchdynamo_inline"] = getattr(recorded, name)  # what dynamo traces instead
+        return op
+
+    return mark
+
+
+def outside_graphs(what: str) -> Callable[[Op], Op]:
+    """For functions that work on the host: under torch.compile a call is a graph break that says ``what`` is done there."""
+    why = (f"kernelgen: {what} on the host; do it outside of the compiled function and give that what comes of it, or compile without "
+           "fullgraph")
+
+    def mark(op: Op) -> Op:
+        # What torch.compiler.disable comes to, without a function around every call, and without importing dynamo, which takes a second.
+        _dynamo.set_code_exec_strategy(op.__code__, _SKIP)
+        vars(op).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=why)
+        return op
+
+    return mark
+
+
+_SKIP = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.SKIP)
+
+
+def through_torch(*tensors: Any) -> bool:
+    """The call is for torch's dispatcher: a dispatch mode or jit tracing is active, or an input has its own dispatch.
+
+    Function transforms and forward-mode AD need operators that they can look into, and are no such case; nor is a call from
+    within an operator.
+    """
+    if _recording.depth or _transforms() is not None or forward_ad._current_level >= 0:
+        return False
+    return _dispatch_modes() > 0 or _jit_trace() or any(isinstance(t, torch.Tensor) and _dispatches(t) for t in tensors)
+
+
+def record(name: str, values: dict[str, Any]) -> Any:
+    """The call as operator ``kernelgen::name``. ``values``: the public function's arguments, among other things."""
+    _recording.depth += 1
+    try:
+        call = getattr(recorded, name)
+        code = call.__code__
+        return call(**{key: values[key] for key in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]})
+    finally:
+        _recording.depth -= 1
 
 
 def needs_torch(*tensors: Any) -> bool:
@@ -90,9 +142,9 @@ def check_plain(call: str, **tensors: Any) -> None:
     given = [t for value in tensors.values() for t in (value if isinstance(value, (tuple, list)) else (value,))]
     strange = next((type(t).__name__ for t in given if isinstance(t, torch.Tensor) and _dispatches(t)), None)
     if strange or watched():
-        where = f"a {strange}" if strange else "a call inside a dispatch mode, a function transform or a trace"
-        raise NoBackendError(f"{call}: got {where}, expected plain tensors outside of these: in this release the call has no operator "
-                             "that torch could record; call it eagerly, under torch.compile behind torch.compiler.disable")
+        where = f"a {strange}" if strange else "a call inside a function transform or forward-mode AD"
+        raise NoBackendError(f"{call}: got {where}, expected plain tensors outside of these: no operators of torch that could be "
+                             "transformed stand in for the call; take it out of the transform")
 
 
 def check_flags(**flags: Any) -> None:

@@ -74,7 +74,7 @@ def expert_range(num_experts: int, *, group: Any = None, rank: int | None = None
     return range(bounds[rank], bounds[rank + 1])
 
 
-@outside_graphs
+@outside_graphs("ranks are talked to")
 def moe(
     x: torch.Tensor, w13: Weight, w2: Weight, weights: torch.Tensor, ids: torch.Tensor, *, group: Any = None,
     num_experts: int | None = None, expert_bounds: Sequence[int] | None = None, combine: str = "slots", transport: str = "auto",

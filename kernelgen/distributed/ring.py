@@ -168,7 +168,7 @@ class _Parts:
         return out.view(self.shape).to(self.dtype), lse
 
 
-@outside_graphs
+@outside_graphs("ranks are talked to")
 def ring_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, group: Any = None, causal: bool = False, scale: float | None = None,
     soft_cap: float | None = None, layout: str = "contiguous", return_lse: bool = False, deterministic: bool = True,

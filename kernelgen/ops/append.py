@@ -13,7 +13,7 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DeviceError, DtypeError, LayoutError, SettingsError, ShapeError
-from kernelgen.guard import check_plain, check_required, outside_graphs, watched
+from kernelgen.guard import ORDINARY, check_plain, check_required, operator, record, through_torch, watched
 from kernelgen.ops.checks import (
     check_last_contiguous,
     check_no_output_with_grad,
@@ -39,7 +39,7 @@ _calls = new_memo()
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-@outside_graphs
+@operator("append_kv")
 def append_kv(
     kv_cache: Cache, k: torch.Tensor, v: torch.Tensor, page_table: PageTable | None = None, *, positions: torch.Tensor | None = None,
     batch_indices: torch.Tensor | None = None, slot_mapping: torch.Tensor | None = None, kv_layout: str = "NHD",
@@ -63,10 +63,15 @@ def append_kv(
 
     Raises ShapeError, DtypeError, DeviceError, LayoutError, SettingsError, NoBackendError.
     """
+    if watched() or type(k) not in ORDINARY:
+        if through_torch(k):
+            record("append_kv", locals())
+            return
+        check_plain("append_kv")
     _append(kv_cache, kv_layout, None, k, v, page_table, positions, batch_indices, slot_mapping, k_scale, v_scale, kv_scales, backend)
 
 
-@outside_graphs
+@operator("append_mla")
 def append_mla(
     ckv_cache: torch.Tensor, k_rope_cache: torch.Tensor | None, ckv: torch.Tensor, k_rope: torch.Tensor,
     page_table: PageTable | None = None, *, positions: torch.Tensor | None = None, batch_indices: torch.Tensor | None = None,
@@ -78,7 +83,10 @@ def append_mla(
     k_rope_cache=None. ``k_scale``: one number, or float32 tensor (), for the fp8 parts of the cache. Places, skipped
     tokens and errors as in :func:`append_kv`.
     """
-    if watched():
+    if watched() or type(ckv) not in ORDINARY:
+        if through_torch(ckv):
+            record("append_mla", locals())
+            return
         check_plain("append_mla")
     grad = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in (ckv, k_rope))
     key = (
@@ -128,7 +136,7 @@ def _split_mla(
     return whole[..., :latent], whole[..., latent:]
 
 
-@outside_graphs
+@operator("rope_append_kv")
 def rope_append_kv(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: Cache, page_table: PageTable | None = None, *,
     positions: torch.Tensor, batch_indices: torch.Tensor | None = None, slot_mapping: torch.Tensor | None = None,
@@ -148,6 +156,11 @@ def rope_append_kv(
 
     Raises ShapeError, DtypeError, DeviceError, LayoutError, SettingsError, NoBackendError.
     """
+    if watched() or type(k) not in ORDINARY:
+        if through_torch(k):
+            recorded: torch.Tensor = record("rope_append_kv", locals())
+            return recorded
+        check_plain("rope_append_kv")
     if type(theta) is not float:
         theta = number("theta", theta)  # part of the key by value
     rotating = _Rotating(q, out, positions, theta, cos_sin_cache, rotary_dim, interleaved, scaling)
@@ -179,8 +192,6 @@ def _append(
 ) -> torch.Tensor | None:
     """Look the call up, or make it; run it."""
     inputs = (k, v, rotating.q if rotating is not None else None)
-    if watched():
-        check_plain("append_kv" if rotating is None else "rope_append_kv")
     grad = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in inputs)
     whole = isinstance(kv_cache, torch.Tensor)
     key = (

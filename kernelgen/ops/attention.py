@@ -11,7 +11,18 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DtypeError, SettingsError, ShapeError
-from kernelgen.guard import ORDINARY, check_backend, check_flags, check_required, needs_torch, outside_graphs, watched, whole
+from kernelgen.guard import (
+    ORDINARY,
+    check_backend,
+    check_flags,
+    check_required,
+    needs_torch,
+    operator,
+    record,
+    through_torch,
+    watched,
+    whole,
+)
 from kernelgen.ops.checks import (
     check_dim,
     check_last_contiguous,
@@ -41,7 +52,7 @@ _calls = new_memo()
 _head_dims = {(576, 512)}  # beyond multiples of 8 up to 512: MLA with one latent head
 
 
-@outside_graphs
+@operator("attention")
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, window: Window | None = None,
     scale: float | None = None, soft_cap: float | None = None, alibi_slopes: torch.Tensor | None = None,
@@ -97,6 +108,8 @@ def attention(
         call = _calls.get(key)
         if call is not None:
             return call(q, k, v, out, lse)
+    elif through_torch(q, k, v):
+        return record("attention", locals())
     features = Features(
         causal, window, scale, soft_cap, alibi_slopes, sinks, mask, block_mask, variant, kv_lens, q_scale, k_scale, v_scale, return_lse,
         deterministic, batch_invariant,
@@ -128,7 +141,7 @@ def _prepared(sample: AttentionTensors, run: Any, return_lse: bool) -> Any:
     return call
 
 
-@outside_graphs
+@operator("attention_varlen")
 def attention_varlen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, *,
     max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, causal: bool = False, window: Window | None = None,
@@ -150,6 +163,8 @@ def attention_varlen(
     for name, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if starts is None:
             raise ShapeError(f"{name}: got None, expected int32 starts (B + 1) of the requests: both are needed")
+    if through_torch(q, k, v):
+        return record("attention_varlen", locals())
     features = Features(
         causal, window, scale, soft_cap, alibi_slopes, sinks, mask, block_mask, variant, kv_lens, q_scale, k_scale, v_scale, return_lse,
         deterministic, batch_invariant,

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from kernelgen.errors import DtypeError, NoBackendError, SettingsError, ShapeError
-from kernelgen.guard import check_flags, outside_graphs
+from kernelgen.guard import check_flags, operator, record, through_torch
 from kernelgen.ops.attention import Window, check_window
 from kernelgen.ops.checks import check_output, check_rank
 from kernelgen.ops.features import AttentionFeatures, check_features
@@ -28,7 +28,7 @@ logger = logging.getLogger("kernelgen")
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-@outside_graphs
+@operator("cascade_attention")
 def cascade_attention(
     q: torch.Tensor, kv_cache: Cache, levels: Sequence[Level], *, kv_layout: str = "NHD", causal: bool = True,
     window: Window | None = None, scale: float | None = None, soft_cap: float | None = None, alibi_slopes: torch.Tensor | None = None,
@@ -58,6 +58,8 @@ def cascade_attention(
     """
     if not levels:
         raise ShapeError("levels: got none, expected at least one (page table, cu_seqlens_q)")
+    if through_torch(q):
+        return record("cascade_attention", locals())
     check_rank("q", q, 3, "(Tq, Hq, D)")
     if return_lse or lse is not None:
         check_has_lse(variant)

@@ -11,7 +11,18 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import ShapeError
-from kernelgen.guard import ORDINARY, address_of, check_backend, check_flags, check_required, needs_torch, outside_graphs, watched
+from kernelgen.guard import (
+    ORDINARY,
+    address_of,
+    check_backend,
+    check_flags,
+    check_required,
+    needs_torch,
+    operator,
+    record,
+    through_torch,
+    watched,
+)
 from kernelgen.ops.checks import check_tensors, shape_text
 from kernelgen.ops.memo import layout_of, new_memo, remember
 from kernelgen.ops.products import (
@@ -49,7 +60,7 @@ class Described(NamedTuple):
     result: Result
 
 
-@outside_graphs
+@operator("gemm")
 def gemm(
     a: torch.Tensor, b: Weight, *, bias: torch.Tensor | None = None, activation: str | None = None,
     gate_up: str = "gate_first", c: torch.Tensor | None = None, beta: float = 1.0, scale_a: torch.Tensor | None = None,
@@ -94,6 +105,8 @@ def gemm(
             key = call = None
         if call is not None:
             return call(a, b, bias, c, scale_a, scale_b, out)
+    elif through_torch(a, getattr(b, "codes", b)):
+        return record("gemm", locals())
     check_backend(backend)
     epilogue = Epilogue(bias, activation, gate_up, c, beta, accumulate, out_dtype, out_scale, out, deterministic)
     call = _describe(a, b, scale_a, scale_b, epilogue)

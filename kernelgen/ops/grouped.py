@@ -11,7 +11,7 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DtypeError, ShapeError
-from kernelgen.guard import ORDINARY, check_backend, check_flags, check_required, needs_torch, outside_graphs, watched
+from kernelgen.guard import ORDINARY, check_backend, check_flags, check_required, needs_torch, operator, record, through_torch, watched
 from kernelgen.ops.checks import check_tensors, index_tensor, shape_text
 from kernelgen.ops.gemm import deliver, describe_b, is_view, packed_parts
 from kernelgen.ops.memo import layout_of, new_memo, remember
@@ -51,7 +51,7 @@ class _Described(NamedTuple):
     result: Result
 
 
-@outside_graphs
+@operator("grouped_gemm")
 def grouped_gemm(
     a: torch.Tensor, b: Weight, offsets: Ends, *, bias: torch.Tensor | None = None, activation: str | None = None,
     gate_up: str = "gate_first", c: torch.Tensor | None = None, beta: float = 1.0, scale_a: torch.Tensor | None = None,
@@ -72,7 +72,7 @@ def grouped_gemm(
     return _call(False, a, b, offsets, scale_a, scale_b, e, backend)
 
 
-@outside_graphs
+@operator("grouped_gemm_masked")
 def grouped_gemm_masked(
     a: torch.Tensor, b: Weight, counts: Ends, *, bias: torch.Tensor | None = None, activation: str | None = None,
     gate_up: str = "gate_first", c: torch.Tensor | None = None, beta: float = 1.0, scale_a: torch.Tensor | None = None,
@@ -93,6 +93,9 @@ def _call(
     backend: str,
 ) -> Any:
     key = _signature(masked, a, b, ends, scale_a, scale_b, e, backend)
+    if key is None and through_torch(a, getattr(b, "codes", b), ends):
+        values = e._asdict() | dict(a=a, b=b, offsets=ends, counts=ends, scale_a=scale_a, scale_b=scale_b, backend=backend)
+        return record("grouped_gemm_masked" if masked else "grouped_gemm", values)
     try:
         call = _calls.get(key)
     except TypeError:  # an option that has no hash is no legal one

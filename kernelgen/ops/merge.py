@@ -12,7 +12,7 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DtypeError, ShapeError
-from kernelgen.guard import check_required, needs_torch, outside_graphs, watched
+from kernelgen.guard import check_required, needs_torch, operator, record, through_torch, watched
 from kernelgen.ops.checks import check_last_contiguous, check_no_output_with_grad, check_output, check_rank, check_tensors, shape_text
 from kernelgen.ops.memo import layout_of, new_memo, remember
 from kernelgen.ops.rope import optional_layout
@@ -23,7 +23,7 @@ from kernelgen.targets import Target, target_of
 _calls = new_memo()
 
 
-@outside_graphs
+@operator("merge_states")
 def merge_states(
     outs: torch.Tensor, lses: torch.Tensor, *, out: torch.Tensor | None = None, lse: torch.Tensor | None = None, backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,6 +41,9 @@ def merge_states(
     call = _calls.get(key)
     if call is not None:
         return call(outs, lses, out, lse)
+    if through_torch(outs, lses):
+        recorded: tuple[torch.Tensor, torch.Tensor] = record("merge_states", locals())
+        return recorded
     problem, tensors = _describe(outs, lses, out, lse, grad)
     _, run = prepare(problem, target_of(outs.device), backend, tensors)
 

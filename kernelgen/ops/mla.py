@@ -12,7 +12,18 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DeviceError, DtypeError, NoBackendError, SettingsError, ShapeError
-from kernelgen.guard import check_flags, check_plain, check_required, outside_graphs, watched, whole
+from kernelgen.guard import (
+    ORDINARY,
+    check_flags,
+    check_plain,
+    check_required,
+    operator,
+    outside_graphs,
+    record,
+    through_torch,
+    watched,
+    whole,
+)
 from kernelgen.ops.checks import check_last_contiguous, check_output, check_rank, check_tensors, number, shape_text
 from kernelgen.ops.features import AttentionFeatures, check_features
 from kernelgen.ops.memo import layout_of, new_memo, remember
@@ -52,10 +63,12 @@ class MLAPlan:
     device: torch.device
     scale: float
     backend: str
+    handle: int
+    captured: bool
     _state: State
     _runs: dict[Any, Callable[..., Any]]
 
-    @outside_graphs
+    @operator("mla_run")
     def run(
         self, q_nope: torch.Tensor, q_rope: torch.Tensor, ckv_cache: torch.Tensor, k_rope_cache: torch.Tensor | None = None, *,
         k_scale: Scale | None = None, return_lse: bool = False, out: torch.Tensor | None = None, lse: torch.Tensor | None = None,
@@ -67,6 +80,8 @@ class MLAPlan:
         fp8 parts of the cache: scalar, (B, 1) or (pages, 1) as planned.
         Raises ShapeError, DtypeError, DeviceError, LayoutError; NoBackendError for a q that wants a gradient.
         """
+        if (watched() or type(q_nope) not in ORDINARY) and through_torch(q_nope):
+            return record("mla_run", {"plan": self, **locals()})
         state = self._state
         if settings().check:
             check_pages(state.arrays, self.problem.page_size, ckv_cache.shape[0])
@@ -83,7 +98,7 @@ class MLAPlan:
             remember(self._runs, key, call)
         return call(state.arrays, q_nope, q_rope, ckv_cache, k_rope_cache, k_scale, out, lse)
 
-    @outside_graphs
+    @outside_graphs("a plan is made and updated")
     def update(self, page_table: PageTable, q_lens: Lengths | None = None) -> None:
         """As AttentionPlan.update."""
         update_plan(self, page_table, q_lens)
@@ -185,7 +200,7 @@ def _check_call(plan: MLAPlan, q_nope: torch.Tensor, q_rope: torch.Tensor, ckv: 
         raise NoBackendError("MLA over a paged cache has no gradient: call under torch.no_grad()")
 
 
-@outside_graphs
+@outside_graphs("a plan is made and updated")
 def plan_mla(
     page_table: PageTable, *, num_heads: int, q_lens: Lengths | None = None, cu_seqlens_q: Lengths | None = None, q_dtype: torch.dtype,
     kv_dtype: torch.dtype | None = None, causal: bool = True, scale: float | None = None, head_dim_latent: int = 512,

@@ -11,7 +11,7 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DtypeError, LayoutError, SettingsError, ShapeError
-from kernelgen.guard import ORDINARY, check_backend, check_flags, check_required, needs_torch, outside_graphs, watched
+from kernelgen.guard import ORDINARY, check_backend, check_flags, check_required, needs_torch, operator, record, through_torch, watched
 from kernelgen.moe_tensors import MoeTensors
 from kernelgen.ops.checks import (
     check_dim,
@@ -40,7 +40,7 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _calls = new_memo()
 
 
-@outside_graphs
+@operator("moe")
 def moe(
     x: torch.Tensor, w13: Weight, w2: Weight, weights: torch.Tensor, ids: torch.Tensor, *, activation: str = "swiglu",
     alpha: float | None = None, limit: float | None = None, gate_up: str = "gate_first", bias13: torch.Tensor | None = None,
@@ -54,7 +54,8 @@ def moe(
     dtype; ids (T, k) int32 or int64. w13 and w2 have x's dtype, or are packed (:func:`pack_weight`) int4 or mxfp4, or are fp8
     with float32 ``scale13``, ``scale2``: scalar, (E), per channel (E, N) or (E, N, 1), or blocks (E, ceil(N / 128),
     ceil(K / 128)). Returns (T, H) in x's dtype. Beside fp8 weights the ``generated`` backend rounds a 16-bit x and the
-    activation's result to their fp8 type, with a scale per row, or per 128 of a row where the weights' scales are of blocks.
+    activation's result to their fp8 type, with a scale per row, or per 128 of a row where the weights' scales are of blocks; where
+    a GPU has few tokens (moe/small_cuda, see ``explain``) it multiplies them as they are.
 
     activation   swiglu, geglu, geglu_tanh, reglu, swiglu_oai (``alpha`` 1.702, ``limit`` 7 unless given), or ungated:
                  relu, relu2, gelu, gelu_tanh, silu, identity; ``limit`` clamps gate and up of a gated one
@@ -78,6 +79,9 @@ def moe(
         key = call = None
     if call is not None:
         return call(MoeTensors(x, w13, w2, weights, ids, out, alpha, limit, bias13, bias2, scale13, scale2, shared, expert_map))  # type: ignore[arg-type]
+    if key is None and through_torch(x, ids, weights):
+        recorded: torch.Tensor = record("moe", locals())
+        return recorded
     check_backend(backend)
     problem, tensors = describe_moe(
         x, w13, w2, weights, ids, activation, alpha, limit, gate_up, bias13, bias2, scale13, scale2, shared, expert_map,

@@ -11,7 +11,7 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DtypeError, ShapeError
-from kernelgen.guard import ORDINARY, check_backend, check_required, needs_torch, outside_graphs, watched, whole
+from kernelgen.guard import ORDINARY, check_backend, check_required, needs_torch, operator, record, through_torch, watched, whole
 from kernelgen.moe_tensors import MoESort, PermuteTensors, SortTensors, UnpermuteTensors
 from kernelgen.ops.checks import check_last_contiguous, check_output, check_rank, check_tensors, shape_text
 from kernelgen.ops.memo import layout_of, new_memo, remember
@@ -24,7 +24,7 @@ _INDICES = {torch.int32: "int32", torch.int64: "int64"}
 _calls = new_memo()
 
 
-@outside_graphs
+@operator("moe_sort")
 def moe_sort(ids: torch.Tensor, num_experts: int, *, expert_map: ExpertMap | None = None, backend: str = "auto") -> MoESort:
     """Group the slots of ids (T, k) int32 or int64 by local expert, within one in the order of (token, slot).
 
@@ -40,6 +40,9 @@ def moe_sort(ids: torch.Tensor, num_experts: int, *, expert_map: ExpertMap | Non
         call = _calls.get(key)
         if call is not None:
             return call(ids, expert_map)
+    elif through_torch(ids, expert_map):
+        sort: MoESort = record("moe_sort", locals())
+        return sort
     check_backend(backend)
     problem, tensors = _describe_sort(ids, num_experts, expert_map)
     decision, run = prepare(problem, target_of(ids.device), backend, tensors)
@@ -68,7 +71,7 @@ def new_sort(p: MoeSortProblem, device: torch.device) -> MoESort:
     return MoESort(offsets, rows, slots.view(p.tokens, p.k))
 
 
-@outside_graphs
+@operator("moe_permute")
 def moe_permute(x: torch.Tensor, sort: MoESort, *, weights: torch.Tensor | None = None, backend: str = "auto") -> torch.Tensor:
     """x (T, H) to rows (T * k, H) in the sort's order and x's dtype; rows past its last offset are unspecified.
 
@@ -82,6 +85,9 @@ def moe_permute(x: torch.Tensor, sort: MoESort, *, weights: torch.Tensor | None 
         call = _calls.get(key)
         if call is not None:
             return call(x, slots, weights)
+    elif through_torch(x, slots, weights):
+        recorded: torch.Tensor = record("moe_permute", locals())
+        return recorded
     check_backend(backend)
     problem, tensors = _describe_permute(x, sort, weights)
     decision, run = prepare(problem, target_of(x.device), backend, tensors)
@@ -98,7 +104,7 @@ def moe_permute(x: torch.Tensor, sort: MoESort, *, weights: torch.Tensor | None 
     return tensors.rows if result is None else result
 
 
-@outside_graphs
+@operator("moe_unpermute")
 def moe_unpermute(
     rows: torch.Tensor, sort: MoESort, weights: torch.Tensor | None, *, addend: torch.Tensor | None = None,
     out: torch.Tensor | None = None, backend: str = "auto",
@@ -116,6 +122,9 @@ def moe_unpermute(
         call = _calls.get(key)
         if call is not None:
             return call(rows, slots, weights, addend, out)
+    elif through_torch(rows, slots, weights):
+        recorded: torch.Tensor = record("moe_unpermute", locals())
+        return recorded
     check_backend(backend)
     problem, tensors = _describe_unpermute(rows, sort, weights, addend, out)
     decision, run = prepare(problem, target_of(rows.device), backend, tensors)

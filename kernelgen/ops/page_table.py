@@ -43,7 +43,7 @@ class PageTable:
     seq_lens: torch.Tensor | None = None
 
     @classmethod
-    @outside_graphs
+    @outside_graphs("a page table is made")
     def from_csr(
         cls, kv_indptr: Lengths, kv_indices: Lengths, kv_last_page_len: Lengths, page_size: int,
     ) -> PageTable:
@@ -62,7 +62,7 @@ class PageTable:
         return _table(page_size, last.shape[0], 0, kv_indptr=indptr, kv_indices=indices, kv_last_page_len=last)
 
     @classmethod
-    @outside_graphs
+    @outside_graphs("a page table is made")
     def from_blocks(cls, block_tables: torch.Tensor, seq_lens: Lengths, page_size: int) -> PageTable:
         """block_tables (B, max_pages) page numbers, seq_lens (B) keys in use, each at most max_pages * page_size.
 
@@ -81,7 +81,7 @@ class PageTable:
         return _table(page_size, batch, width, block_tables=blocks, seq_lens=lengths)
 
     @classmethod
-    @outside_graphs
+    @outside_graphs("a page table is made")
     def contiguous(cls, seq_lens: Lengths, capacity: int, *, device: torch.device | str | None = None) -> PageTable:
         """A dense cache (B, capacity, Hkv, D) seen as one page per request, of which seq_lens (B) tokens are in use.
 

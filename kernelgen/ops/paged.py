@@ -13,9 +13,21 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, no_backend_error, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DeviceError, DtypeError, KernelgenError, NoBackendError, SettingsError, ShapeError
-from kernelgen.guard import ORDINARY, check_flags, check_plain, check_required, outside_graphs, watched, whole
+from kernelgen.guard import (
+    ORDINARY,
+    check_flags,
+    check_plain,
+    check_required,
+    operator,
+    outside_graphs,
+    record,
+    through_torch,
+    watched,
+    whole,
+)
 from kernelgen.kernels.base import division_of
 from kernelgen.launch.plan import host_address, plan_functions
+from kernelgen.library.forms import plans
 from kernelgen.ops.attention import Window, check_sinks, check_soft_cap, check_window
 from kernelgen.ops.checks import check_last_contiguous, check_output, check_rank, check_tensors, number, shape_text
 from kernelgen.ops.features import FEATURES, AttentionFeatures, check_features
@@ -106,10 +118,12 @@ class AttentionPlan:
     variant: Any
     rotation: int | None
     backend: str
+    handle: int  # what graphs know it by
+    captured: bool  # its memory stays where it is: a CUDA graph may hold it
     _state: State
     _runs: dict[Any, Callable[..., Any]]
 
-    @outside_graphs
+    @operator("attention_run")
     def run(
         self, q: torch.Tensor, kv_cache: Cache, *, alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
         mask: torch.Tensor | None = None, q_scale: Scale | None = None, k_scale: Scale | None = None, v_scale: Scale | None = None,
@@ -139,6 +153,8 @@ class AttentionPlan:
             if (known is not None and address and pages and q.shape[0] >= state.least_rows and not (q.is_neg() or kv_cache.is_neg())
                     and not settings().check):
                 return known(state.arrays, q, kv_cache, out, lse)
+        elif (watched() or type(q) not in ORDINARY) and through_torch(q):
+            return record("attention_run", {"plan": self, **locals()})
         key: Any = None
         if settings().check:
             self._check_contents(kv_cache, mask)
@@ -158,7 +174,7 @@ class AttentionPlan:
             remember(self._runs, short, quick)
         return call(self._state.arrays, q, kv_cache, alibi_slopes, sinks, mask, q_scale, k_scale, v_scale, out, lse)
 
-    @outside_graphs
+    @outside_graphs("a plan is made and updated")
     def update(self, page_table: PageTable, q_lens: Lengths | None = None) -> None:
         """Take new lengths and pages; ``q_lens`` None: one query per request, or the planned starts if the batch is the same.
 
@@ -309,7 +325,7 @@ class AttentionPlan:
         return k_cache, v_cache
 
 
-@outside_graphs
+@outside_graphs("a plan is made and updated")
 def plan_attention(
     page_table: PageTable, *, num_q_heads: int, num_kv_heads: int, head_dim: int, head_dim_v: int | None = None,
     q_lens: Lengths | None = None, cu_seqlens_q: Lengths | None = None, q_dtype: torch.dtype, kv_dtype: torch.dtype | None = None,
@@ -445,7 +461,8 @@ def start_plan(
     state = State(arrays, bounds, shape, (fields["scale"], fields.get("soft_cap"), fields.get("rotation"), batch.size))
     plan = object.__new__(make)
     # What the frozen class's __init__ would do, one guarded assignment per field, at a fifth of its time.
-    plan.__dict__.update(fields, problem=decision.problem, decision=decision, device=device, _state=state, _runs=runs)
+    plan.__dict__.update(fields, problem=decision.problem, decision=decision, device=device, _state=state, _runs=runs,
+                         handle=plans.add(plan), captured=bounds is not None)
     _set_lengths(plan, batch)
     return plan
 

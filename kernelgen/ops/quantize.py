@@ -10,7 +10,7 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DtypeError, SettingsError, ShapeError
-from kernelgen.guard import ORDINARY, check_backend, check_required, needs_torch, outside_graphs, watched
+from kernelgen.guard import ORDINARY, check_backend, check_required, needs_torch, operator, record, through_torch, watched
 from kernelgen.ops.checks import check_last_contiguous, check_no_output_with_grad, check_output, check_tensors, shape_text
 from kernelgen.ops.gemm import deliver, is_view
 from kernelgen.ops.memo import layout_of, new_memo, remember
@@ -26,7 +26,7 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _calls = new_memo()
 
 
-@outside_graphs
+@operator("quantize_fp8")
 def quantize_fp8(
     x: torch.Tensor, recipe: str = "tensor", *, dtype: torch.dtype = torch.float8_e4m3fn, activation: str | None = None,
     gate_up: str = "gate_first", out: Pair | None = None, backend: str = "auto",
@@ -51,6 +51,9 @@ def quantize_fp8(
             key = call = None
         if call is not None:
             return call(x, out)
+    elif through_torch(x):
+        recorded: Pair = record("quantize_fp8", locals())
+        return recorded
     check_backend(backend)
     problem, tensors, result = _describe(x, recipe, dtype, activation, gate_up, out)
     decision, run = prepare(problem, target_of(x.device), backend, tensors)

@@ -13,7 +13,7 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DtypeError, SettingsError, ShapeError
-from kernelgen.guard import address_of, check_flags, check_required, needs_torch, outside_graphs, watched, whole
+from kernelgen.guard import address_of, check_flags, check_required, needs_torch, operator, record, through_torch, watched, whole
 from kernelgen.ops.checks import check_last_contiguous, check_output, check_same_dtype, check_tensors, number, shape_text
 from kernelgen.ops.memo import layout_of, new_memo, remember
 from kernelgen.problems.cache_ops import RopeProblem, Rotation
@@ -26,7 +26,7 @@ _frequencies: dict[Hashable, torch.Tensor] = {}
 _FREQUENCIES_LIMIT = 256  # a program has one or two kinds of rotation
 
 
-@outside_graphs
+@operator("rope")
 def rope(
     q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, *, theta: float = 10000.0, cos_sin_cache: torch.Tensor | None = None,
     rotary_dim: int | None = None, interleaved: bool = False, scaling: Mapping[str, Any] | None = None, inplace: bool = False,
@@ -56,6 +56,9 @@ def rope(
     call = _calls.get(key)
     if call is not None:
         return call(q, k, positions, cos_sin_cache)
+    if through_torch(q, k, positions):
+        recorded: tuple[torch.Tensor, torch.Tensor] = record("rope", locals())
+        return recorded
     problem, tensors = _describe(q, k, positions, theta, cos_sin_cache, rotary_dim, interleaved, scaling, inplace)
     if settings().check:
         check_positions(positions, cos_sin_cache)

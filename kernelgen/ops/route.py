@@ -11,7 +11,18 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DtypeError, SettingsError, ShapeError
-from kernelgen.guard import ORDINARY, check_backend, check_flags, check_required, needs_torch, outside_graphs, watched, whole
+from kernelgen.guard import (
+    ORDINARY,
+    check_backend,
+    check_flags,
+    check_required,
+    needs_torch,
+    operator,
+    record,
+    through_torch,
+    watched,
+    whole,
+)
 from kernelgen.moe_tensors import RouteTensors
 from kernelgen.ops.checks import check_last_contiguous, check_output, check_rank, check_tensors, number, shape_text
 from kernelgen.ops.memo import layout_of, new_memo, remember
@@ -25,7 +36,7 @@ _FLOATS = ("fp64", "fp32", "bf16", "fp16")
 _calls = new_memo()
 
 
-@outside_graphs
+@operator("route")
 def route(
     logits: torch.Tensor, k: int, *, method: str = "softmax", renormalize: bool = True, bias: torch.Tensor | None = None,
     num_groups: int | None = None, topk_groups: int | None = None, scaling: float = 1.0, counts: torch.Tensor | None = None,
@@ -57,6 +68,9 @@ def route(
             key = call = None
         if call is not None:
             return call(logits, bias, counts)
+    elif through_torch(logits):
+        recorded: tuple[torch.Tensor, torch.Tensor] = record("route", locals())
+        return recorded
     check_backend(backend)
     problem, tensors = _describe(logits, k, method, renormalize, bias, num_groups, topk_groups, scaling, counts)
     decision, run = prepare(problem, target_of(logits.device), backend, tensors)

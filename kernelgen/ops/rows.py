@@ -10,7 +10,7 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import LayoutError, SettingsError, ShapeError
-from kernelgen.guard import check_backend, check_required, needs_torch, outside_graphs
+from kernelgen.guard import check_backend, check_required, needs_torch, operator, record, through_torch
 from kernelgen.ops.checks import check_last_contiguous, check_no_output_with_grad, check_output, check_tensors, number, shape_text
 from kernelgen.problems.common import alignment_of
 from kernelgen.problems.rows import RmsNormProblem, SiluAndMulProblem
@@ -18,7 +18,7 @@ from kernelgen.targets import Target, target_of
 from kernelgen.tensors import RmsNormTensors, SiluAndMulTensors
 
 
-@outside_graphs
+@operator("rmsnorm")
 def rmsnorm(
     x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None, backend: str = "auto",
@@ -29,6 +29,9 @@ def rmsnorm(
     Returns (.., H) in x's dtype. ``out`` may be x itself, and must not overlap anything else.
     Raises ShapeError, DtypeError, DeviceError, LayoutError, SettingsError, NoBackendError.
     """
+    if through_torch(x, weight):
+        recorded: torch.Tensor = record("rmsnorm", locals())
+        return recorded
     check_backend(backend)
     problem, tensors = _describe_rmsnorm(x, weight, eps, residual, out)
     _, run = prepare(problem, target_of(x.device), backend, tensors)
@@ -36,12 +39,15 @@ def rmsnorm(
     return tensors.out.view(x.shape) if out is None else out
 
 
-@outside_graphs
+@operator("silu_and_mul")
 def silu_and_mul(x: torch.Tensor, *, out: torch.Tensor | None = None, backend: str = "auto") -> torch.Tensor:
     """silu(x[.., :I]) * x[.., I:] for x (.., 2 I), computed in float32. Returns (.., I) in x's dtype.
 
     Raises ShapeError for an odd last dimension, DtypeError, DeviceError, LayoutError, NoBackendError.
     """
+    if through_torch(x):
+        recorded: torch.Tensor = record("silu_and_mul", locals())
+        return recorded
     check_backend(backend)
     problem, tensors = _describe_silu(x, out)
     _, run = prepare(problem, target_of(x.device), backend, tensors)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from kernelgen.errors import LayoutError, SettingsError, ShapeError
-from kernelgen.guard import outside_graphs
+from kernelgen.guard import operator, record, through_torch
 from kernelgen.ops.attention import attention
 from kernelgen.ops.checks import check_tensors, shape_text
 
@@ -17,7 +17,7 @@ from kernelgen.ops.checks import check_tensors, shape_text
 _torch_sdpa = torch.ops.aten.scaled_dot_product_attention.default
 
 
-@outside_graphs
+@operator("sdpa")
 def sdpa(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
@@ -38,6 +38,9 @@ def sdpa(
     A row that may attend to nothing gives 0, where torch's kernels differ (0, NaN, or the mean of the values). Dropout is
     an error. Gradients go through a backend that has them. Raises ShapeError, DtypeError, DeviceError, SettingsError.
     """
+    if through_torch(query, key, value):
+        recorded: torch.Tensor = record("sdpa", locals())
+        return recorded
     check_tensors(query=query, key=key, value=value, attn_mask=attn_mask)
     if dropout_p > 0:
         raise SettingsError(f"dropout_p: got {dropout_p}, expected 0: kernelgen has no dropout; call model.eval() or set it to 0")

@@ -89,7 +89,7 @@ class PackedWeight:
         return (self.format, self.shape, self.group_size, *((t.stride(), t.dtype, t.device, t.data_ptr() & 15) for t in parts))
 
 
-@outside_graphs
+@outside_graphs("a weight is packed")
 def pack_weight(
     w: torch.Tensor, format: str = "int4", *, group_size: int = 128, symmetric: bool = True, scale: torch.Tensor | None = None,
     zero: torch.Tensor | None = None,

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from kernelgen.errors import DtypeError, SettingsError, ShapeError, VariantError
+from kernelgen.library.forms import variants
 from kernelgen.reference.checks import to_compute
 
 Window = tuple[int | None, int | None]
@@ -71,6 +72,9 @@ class Variant:
     scalars: Mapping[str, Any] = field(default_factory=dict)
     normalization: str = "softmax"
     name: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "handle", variants.add(self))  # what graphs know it by
 
 
 class VariantLike(Protocol):

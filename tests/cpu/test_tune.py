@@ -18,6 +18,7 @@ from kernelgen.bench.run import run_case
 from kernelgen.bench.tuning import Entry, Search, Tuned
 from kernelgen.bench.workloads.products import (
     RECIPES,
+    BatchedCase,
     GroupedCase,
     ProductCase,
     ProductWorkload,
@@ -132,8 +133,9 @@ def test_a_decision_needs_no_operands(recipe: str) -> None:
 @pytest.mark.parametrize("case", (
     ProductCase("fp8-row", 300, 2304, 256), ProductCase("fp8-block", 33, 2304, 384), ProductCase("int4", 3, 2304, 256),
     GroupedCase("bf16", "rows", 3, 20, 256, 384), GroupedCase("fp8-block", "masked", 3, 20, 256, 384),
+    BatchedCase(3, 9, 64, 32, "row"), BatchedCase(3, 9, 32, 64, "col"),
 ), ids=str)
-def test_products_are_right_where_the_check_looks(case: ProductCase | GroupedCase) -> None:
+def test_products_are_right_where_the_check_looks(case: ProductCase | GroupedCase | BatchedCase) -> None:
     """More rows and columns than the sample has, so that it comes in two parts."""
     rows = run_case("x", product_workload(case, "cpu"), replace(TINY, samples=1), say=lambda text: None)
     assert rows[0].candidate == "kernelgen" and rows[0].us, rows[0]

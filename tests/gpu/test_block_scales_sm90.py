@@ -46,6 +46,7 @@ def test_dense(config: Config, scales: str) -> None:
         for major in ("rr", "cc"):
             run(Product(m, n, k, scales=scales, scale_major=major), config)
     run(Product(130, 264, 272, "e5m2", scales=scales), config)
+    run(Product(60, 264, 35 * 128, scales=scales, scale_major="cc"), config)  # columns' scales: 32 blocks of k at a time
 
 
 @pytest.mark.parametrize("scales", RECIPES)

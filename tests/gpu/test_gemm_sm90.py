@@ -20,6 +20,7 @@ from kernelgen.targets import target_of
 from kernelgen.tensors import GemmTensors
 from kernelgen.testing.data import poison_, random_tensor, seed_of
 from kernelgen.testing.gemm import operands, tensor_core_product
+from kernelgen.testing.moe_activations import CASES, run_activation
 from kernelgen.testing.tolerance import assert_bits_equal, assert_close_to_reference
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90")
@@ -145,6 +146,30 @@ def test_batches_and_padded_rows(batched_b: bool) -> None:
     run(replace(problem, m=40), Skinny(1, 64, 4, 2, 2, 2), a[:, :40], b, "few rows, batch of 3")
 
 
+@pytest.mark.parametrize("n, k, order", ((512, 128, "row"), (128, 512, "col")))
+@pytest.mark.parametrize("m", (1, 8, 65, 200))
+def test_absorbed_weights(m: int, n: int, k: int, order: str) -> None:
+    """MLA: 128 heads, a and out (M, heads, width) in memory, so that an entry's rows lie between those of the others."""
+    heads = 128
+    a = random_tensor((m, heads, k), BF16, seed=m, device=CUDA).transpose(0, 1)
+    b = random_tensor((heads, k, n) if order == "row" else (heads, n, k), BF16, seed=m + 1, device=CUDA)
+    b = b if order == "row" else b.mT
+    problem = replace(BASE, batch=heads, m=m, n=n, k=k, b_order=order, batched_b=True)
+    exact, plain = torch.bmm(a.double(), b.double()), torch.bmm(a.float(), b.float()).to(BF16)
+    rows = next(n for n in (8, 16, 32, 64, 128, 256) if n >= m)
+    configs = [*(m.config for m in dense_sm90.MEASURED["plain"]), *(c for c in skinny_sm90.WINNERS["plain"] if c.tokens == rows)]
+    for config in configs:
+        family: Any = dense_sm90.FAMILY if isinstance(config, Config) else skinny_sm90.FAMILY
+        if not family.legal(problem, target_of(CUDA), config):
+            continue
+        whole = poison_(torch.empty(m + 1, heads + 1, n + 8, dtype=BF16, device=CUDA))
+        out = whole[:m, :heads, :n].transpose(0, 1)
+        t = GemmTensors(a, b, out)
+        family.bind(problem, config, build.kernel(family.spec(problem, target_of(CUDA), config)), t)(t)
+        assert_close_to_reference(out, exact, plain, what=f"{config} {m}x{n}x{k} of {heads}", seed=m)
+        assert bool(whole[m:].isnan().all() & whole[:, heads:].isnan().all() & whole[..., n:].isnan().all()), f"{config}: wrote outside"
+
+
 @pytest.mark.parametrize("gate_up", ("gate_first", "up_first", "interleaved"))
 @pytest.mark.parametrize("order", ("rc", "rr"))
 @pytest.mark.parametrize("config", (Config(1, 2, 256, 4, 2, 1), Config(1, 2, 128, 4), Config(2, 2, 128, 4, 1, 2),
@@ -173,6 +198,13 @@ def test_epilogue(activation: str | None, out_dtype: torch.dtype, bias_dtype: to
             if isinstance(config, Config) and not dense_sm90.legal(problem, target_of(CUDA), config):
                 continue  # one step of K
             run(problem, config, a, b, f"{config} {activation} {m}x{n}x{k}", bias=bias, c=c, beta=-0.5)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]} {c[2]} {c[4]}")
+def test_activations_of_moe(case: tuple) -> None:
+    for config in (Config(1, 2, 128, 4), Config(2, 2, 128, 5, pingpong=True), Skinny(1, 32, 4, 2, 2, 2)):
+        family: Any = dense_sm90.FAMILY if isinstance(config, Config) else skinny_sm90.FAMILY
+        run_activation(case, BF16, family, target_of(CUDA), build.kernel, config, CUDA)
 
 
 @pytest.mark.parametrize("recipe", ("tensor", "row"))

@@ -13,20 +13,26 @@ from typing import Any, NamedTuple
 
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
+from kernelgen.kernels.gemm.requantize import Requantization
 from kernelgen.kernels.gemm.sm90 import (
     BLOCK_RECIPES,
     MMA_ROWS,
     POINTERS,
     ROW_BYTES,
+    Quantize,
     addresses,
     depth,
     kind_of_sums,
     options,
     promotes,
+    quantized,
+    quantizes,
+    requantized,
     round_up,
     scalars,
     splits,
     supports_common,
+    unquantized,
     words,
 )
 from kernelgen.kernels.tensor_map import tensor_map
@@ -39,12 +45,13 @@ from kernelgen.verdicts import Verdict, first_no
 
 # struct DenseSm90Params of dense_params.cuh.
 PARAMS = ParamStruct((
-    *((name, "ptr") for name in (*POINTERS, "ends")), *((name, "i64") for name in (
-        "c_batch", "c_row", "out_batch", "out_row", "bias_batch", "scale_a_batch", "scale_b_batch")),
+    *((name, "ptr") for name in (*POINTERS, "out_scale", "ends")), *((name, "i64") for name in (
+        "c_batch", "c_row", "out_batch", "out_row", "bias_batch", "scale_a_batch", "scale_b_batch", "out_scale_batch", "out_scale_row",
+        "out_scale_block")),
     *((name, "i32") for name in (
         "m", "n", "k", "tiles_m", "tiles_n", "tiles", "groups", "batched_a", "batched_b", "scale_a_row", "scale_a_block",
-        "scale_b_column", "scale_b_block")), ("beta", "f32"),
-), tensor_maps=("map_a", "map_b", "map_out", "map_rest"))
+        "scale_b_column", "scale_b_block", "scales_by_tma")), *((name, "f32") for name in ("beta", "alpha", "limit")),
+), tensor_maps=("map_a", "map_b", "map_out", "map_rest", "map_scales"))
 ENTRY = "gemm_dense_sm90"
 
 _SLAB_BYTES = MMA_ROWS * ROW_BYTES
@@ -105,14 +112,18 @@ class Config:
 
     def tma_out(self, gated: bool) -> bool:
         """The output leaves in slabs of 128 bytes of a row, the last of a multiple of 16 columns."""
-        return self.split_k == 1 and self.block_n // (2 if gated else 1) % 16 == 0
+        return self.split_k == 1 and self.outputs(gated) % 16 == 0
+
+    def outputs(self, gated: bool) -> int:
+        """Columns of the output in a tile."""
+        return self.block_n // (2 if gated else 1)
 
 
 def shared_memory(problem: GemmProblem, config: Config) -> int:
     """Dynamic shared memory in bytes of a launch: DenseSm90::kSharedBytes of the header."""
     p, c = problem, config
     slabs = c.consumers * c.slabs * _SLAB_BYTES if c.tma_out(p.gated) else 0
-    stage = (c.block_m + c.block_n) * ROW_BYTES + round_up(4 * _scales_of_stage(p, c), 128)
+    stage = (c.block_m + c.block_n) * ROW_BYTES + _bytes_of_scales(p, c)
     return max(c.stages * stage + slabs, _left_sums(p, c)) + round_up(2 * c.stages * 8, 128)
 
 
@@ -122,12 +133,20 @@ def _left_sums(problem: GemmProblem, config: Config) -> int:
     return c.block_m * 4 * pair * round_up(c.block_n // pair, 16) if c.split_k > 1 else 0
 
 
-def _scales_of_stage(problem: GemmProblem, config: Config) -> int:
-    """Scales of blocks that a stage holds: of each row, and each run of columns that share one wherever a tile begins."""
+def _box_of_scales(problem: GemmProblem, config: Config) -> int:
+    """Rows of a box of scale_a; those of groups may begin anywhere within four."""
+    rows = config.block_m if config.block_m <= 192 else config.block_m // 2
+    return rows + (4 if problem.op == "grouped_gemm" else 0)
+
+
+def _bytes_of_scales(problem: GemmProblem, config: Config) -> int:
+    """What a stage holds of scales of blocks: of each row, and each run of columns that share one wherever a tile begins."""
     if problem.scales not in BLOCK_RECIPES:
         return 0
-    width = config.block_n // (2 if splits(problem) else 1)
-    return config.block_m + config.block_n // math.gcd(width, BLOCK_RECIPES[problem.scales])
+    c = config
+    width = c.block_n // (2 if splits(problem) else 1)
+    rows = (1 if c.block_m <= 192 else 2) * round_up(4 * _box_of_scales(problem, c), 128)
+    return round_up(rows + 4 * (c.block_n // math.gcd(width, BLOCK_RECIPES[problem.scales])), 128)
 
 
 def supports(problem: GemmProblem, target: Target) -> Verdict:
@@ -157,6 +176,7 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
         (c.split_k in (1, 2, 4, 8), f"config {c}: 1, 2, 4 or 8 blocks share K"),
         (c.split_k == 1 or c.blocks == c.split_k and not c.pingpong,
          f"config {c}: blocks that share K have one tile, and nothing to multicast or to take turns in"),
+        (c.split_k == 1 or not quantizes(problem), f"config {c}: blocks that share K write no codes"),
         (c.split_k <= -(-problem.k // depth(problem)),
          f"config {c}: a K of {problem.k} has less than a step of {depth(problem)} for each of the blocks that share it"),
         (c.resident == 1 or c.resident in _MAX_RESIDENT_SUMS and c.consumers == 1,
@@ -168,6 +188,8 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
         (mn_boxes[0] % mn_boxes[1] == 0, f"block_n {c.block_n} does not fall into {boxes_b} boxes"),
         (c.block_m // c.cluster_n <= 256, f"config {c}: a box has at most 256 rows"),
         (not problem.gated or c.block_n % 16 == 0, f"block_n {c.block_n}: a gate needs a multiple of 16"),
+        (not quantizes(problem) or c.outputs(problem.gated) % 128 == 0,
+         f"config {c}: a tile's {c.outputs(problem.gated)} outputs are no multiple of the 128 that share a scale"),
         (not (splits(problem) and problem.scales == "block_128x128") or half % math.gcd(c.block_n // 2, 128) == 0,
          f"block_n {c.block_n}: a scale's columns would end within a tile's of the up half, which begins at {half}"),
         (sums <= limit, f"config {c} has {sums} accumulators per thread, at most {limit} leave room for the rest"),
@@ -204,23 +226,30 @@ MEASURED: dict[str, tuple[Measured, ...]] = {
         Measured(Config(1, 1, 64, 10), 0.184, 0.6),
     ),
     "promoted": (
-        Measured(Config(2, 2, 128, 4, parts=2), 0.858, 2.56),
-        Measured(Config(1, 2, 192, 4, parts=2), 0.623, 2.10),
-        Measured(Config(1, 2, 176, 4, parts=2), 0.570, 2.61),
-        Measured(Config(1, 2, 160, 5, parts=2), 0.524, 2.34),
+        Measured(Config(2, 2, 128, 4, parts=2), 0.800, 2.56),
+        Measured(Config(1, 2, 192, 4, parts=2), 0.600, 2.10),
+        Measured(Config(1, 2, 176, 4, parts=2), 0.545, 2.61),
+        Measured(Config(1, 2, 160, 5, parts=2), 0.505, 2.34),
         Measured(Config(1, 2, 128, 6), 0.397, 2.15),
         Measured(Config(1, 1, 128, 8), 0.297, 1.39),
         Measured(Config(1, 2, 64, 8), 0.318, 0.87),
         Measured(Config(1, 1, 64, 10), 0.186, 1.18),
     ),
-    "blocks": (
-        Measured(Config(2, 2, 128, 4, parts=2, slabs=1), 1.094, 0.75),
-        Measured(Config(1, 2, 192, 4, parts=2), 0.746, 0.44),
-        Measured(Config(1, 2, 160, 5, parts=2), 0.685, 0.46),
-        Measured(Config(1, 2, 128, 5), 0.497, 0.66),
-        Measured(Config(1, 1, 128, 8), 0.329, 0.37),
-        Measured(Config(1, 1, 64, 10), 0.243, 0.27),
+    "blocks": (  # the first three by the run of results/tried/h200_gemm_blocks.json, the others scaled like them
+        Measured(Config(2, 2, 128, 4, parts=2, slabs=1), 0.870, 2.2),
+        Measured(Config(1, 2, 192, 4, parts=2), 0.630, 1.5),
+        Measured(Config(1, 2, 128, 5), 0.430, 1.0),
+        Measured(Config(1, 2, 160, 5, parts=2), 0.600, 1.3),
+        Measured(Config(1, 1, 128, 8), 0.286, 0.6),
+        Measured(Config(1, 1, 64, 10), 0.210, 0.5),
     ),
+}
+
+# Beside them, for an output with a scale for 128 of a row, which a tile must hold: 256 columns of b where it is gated. In groups, with
+# swiglu (2026-11-30, results/tried/h200_moe_codes.json); the last, for scales of single columns, is estimated.
+QUANTIZING: dict[str, tuple[Measured, ...]] = {
+    "blocks": (Measured(Config(1, 2, 256, 4, parts=4), 1.00, 1.4), Measured(Config(1, 2, 256, 4, parts=8, slabs=1), 1.27, 2.4),
+               Measured(Config(1, 1, 256, 5, parts=4), 0.55, 2.7), Measured(Config(1, 2, 128, 5, parts=2), 0.53, 0.7)),
 }
 
 
@@ -262,6 +291,12 @@ def _in_middle(problem: GemmProblem) -> bool:
     return problem.op == "gemm" and problem.m in _MIDDLE_ROWS and depth(problem) == 64
 
 
+def _measured(problem: GemmProblem) -> tuple[Measured, ...]:
+    """Of the problem's kind."""
+    kind = kind_of_sums(problem)
+    return (*(MIDDLE if _in_middle(problem) else MEASURED[kind]), *(QUANTIZING.get(kind, ()) if quantizes(problem) else ()))
+
+
 def _tiles(problem: GemmProblem, config: Config) -> tuple[int, int]:
     """Cluster tiles along M and N."""
     return -(-problem.m // (config.block_m * config.cluster_m)), -(-problem.n // (config.block_n * config.cluster_n))
@@ -290,8 +325,7 @@ def _cost(problem: GemmProblem, target: Target, measured: Measured) -> float:
 
 def _ranked(problem: GemmProblem, target: Target) -> Iterator[Measured]:
     """Legal ones, best guess first; judged one by one, as who asks mostly wants the first."""
-    measured = MIDDLE if _in_middle(problem) else MEASURED[kind_of_sums(problem)]
-    ranked = sorted(measured, key=lambda m: _cost(problem, target, m))
+    ranked = sorted(_measured(problem), key=lambda m: _cost(problem, target, m))
     return (m for m in ranked if legal(problem, target, m.config))
 
 
@@ -350,9 +384,17 @@ def grid(problem: GemmProblem, target: Target) -> Iterator[Config]:
     yield from (c for c in sorted(found, key=lambda c: found[c]) if found[c] < 1.5 * best)
 
 
+def _requantization(problem: GemmProblem, target: Target) -> Requantization | None:
+    if problem.out_scale is None or quantizes(problem):
+        return None
+    return Requantization.of(problem, target, problem.batch, problem.m)
+
+
 def spec(problem: GemmProblem, target: Target, config: Config) -> KernelSpec:
     """The specialisation: dtypes, orders, epilogue and config; no extents."""
-    return spec_of(problem, target, config, ENTRY, "kNone")
+    quantize = _requantization(problem, target)
+    made = spec_of(unquantized(problem) if quantize else problem, target, config, ENTRY, "kNone")
+    return requantized(made, quantize) if quantize else made
 
 
 def spec_of(problem: GemmProblem, target: Target, config: Config, entry: str, grouping: str) -> KernelSpec:
@@ -361,7 +403,8 @@ def spec_of(problem: GemmProblem, target: Target, config: Config, entry: str, gr
     parameters = options(
         p, c.block_n // c.parts, mma_m=c.mma_m, consumers=c.consumers, block_n=c.block_n, parts=c.parts, stages=c.stages,
         cluster_m=c.cluster_m, cluster_n=c.cluster_n, split_k=c.split_k, resident=c.resident, band_rows=c.band_rows,
-        pingpong=c.pingpong, slabs=c.slabs, tma_out=c.tma_out(p.gated), shared_memory=shared_memory(p, c), entry=entry, grouping=grouping)
+        pingpong=c.pingpong, slabs=c.slabs, tma_out=c.tma_out(p.gated), quantize=quantizes(p), shared_memory=shared_memory(p, c),
+        entry=entry, grouping=grouping)
     return KernelSpec.make(
         "_".join([entry, *words(p), *str(c).split()]), "gemm/dense_sm90.cu.jinja", "nvrtc", parameters,
         params=PARAMS, params_type="kernelgen::DenseSm90Params", entries=(entry,), target=target,
@@ -390,23 +433,55 @@ def bind(problem: GemmProblem, config: Config, kernel: Any, tensors: GemmTensors
     """The closure of a repeated call: packs addresses, launches."""
     p, c = problem, config
     tiles_m, tiles_n = _tiles(p, c)
-    return closure(p, c, kernel, tensors, tiles_m, tiles_n, tiles_m * tiles_n * p.batch, c.block_m // c.cluster_n)
+    quantize = _requantization(p, kernel.spec.target)
+    return closure(p, c, kernel, tensors, tiles_m, tiles_n, tiles_m * tiles_n * p.batch, c.block_m // c.cluster_n,
+                   quantize.bind(kernel, tensors, pitch=round_up(p.outputs, 4)) if quantize else None)
 
 
 def closure(problem: GemmProblem, config: Config, kernel: Any, tensors: Any, tiles_m: int, tiles_n: int, tiles: int,
-            box_a: int) -> Callable[[Any], None]:
-    """That of a dense or grouped product. ``tiles``: of all batch entries, at most; ``box_a``: rows of a box of a."""
+            box_a: int, quantize: Quantize | None) -> Callable[[Any], None]:
+    """That of a dense or grouped product. ``tiles``: of all batch entries, at most; ``box_a``: rows of a box of a; ``quantize``: what
+    follows, on a float32 workspace."""
+    if quantize is not None:
+        return quantized(problem, tensors, quantize, lambda p, t: closure(p, config, kernel, t, tiles_m, tiles_n, tiles, box_a, None))
     p, c, t = problem, config, tensors
     clusters = tiles if c.split_k > 1 else min(tiles, max(1, target_of(t.a.device).sm_count * c.resident // c.blocks))
-    launch = kernel.prepare(
-        t.a.device.index or 0, grid=(clusters * c.blocks, 1, 1), block=(128 * (c.consumers + 1), 1, 1), cluster=(c.blocks, 1, 1),
-        programmatic=True, shared_memory=shared_memory(p, c), tensor_maps=_maps(p, c, t, box_a))
-    tail = PARAMS.pack_scalars(scalars(p, t) | {
-        "tiles_m": tiles_m, "tiles_n": tiles_n, "tiles": tiles, "groups": p.batch, "batched_a": int(t.a.shape[0] > 1)})
     blank, pack, pointers = bytes(128 * len(PARAMS.tensor_maps)), PARAMS.pointer_packer.pack, addresses(p)
-    if p.op == "grouped_gemm":
-        return lambda t: launch(blank + pack(*pointers(t), t.ends.data_ptr()) + tail)
-    return lambda t: launch(blank + pack(*pointers(t), 0) + tail)
+    grouped, codes = p.op == "grouped_gemm", p.out_scale is not None
+
+    def prepared(scales_by_tma: bool) -> Callable[[Any], None]:
+        maps = [*_maps(p, c, t, box_a), *([_map_of_scales(p, c, t)] if scales_by_tma else [])]
+        launch = kernel.prepare(
+            t.a.device.index or 0, grid=(clusters * c.blocks, 1, 1), block=(128 * (c.consumers + 1), 1, 1), cluster=(c.blocks, 1, 1),
+            programmatic=True, shared_memory=shared_memory(p, c), tensor_maps=maps)
+        tail = PARAMS.pack_scalars(scalars(p, t) | {
+            "tiles_m": tiles_m, "tiles_n": tiles_n, "tiles": tiles, "groups": p.batch, "batched_a": int(t.a.shape[0] > 1),
+            "scales_by_tma": int(scales_by_tma),
+            **dict(zip(("out_scale_batch", "out_scale_row", "out_scale_block"), t.out_scale.stride() if p.out_scale else (0, 0, 0)))})
+
+        def run(t: Any) -> None:
+            launch(blank + pack(*pointers(t), t.out_scale.data_ptr() if codes else 0, t.ends.data_ptr() if grouped else 0) + tail)
+
+        return run
+
+    gather = prepared(False)
+    if not _scales_fit_tma(p, t):
+        return gather
+    by_tma = prepared(True)
+    return lambda t: gather(t) if t.scale_a.data_ptr() % 16 else by_tma(t)
+
+
+def _scales_fit_tma(problem: GemmProblem, t: Any) -> bool:
+    """May the copy engine bring scale_a, its address aside: rows one behind the other, everything else at multiples of 16 bytes?"""
+    if problem.scales != "block_128x128":
+        return False
+    batch, rows, blocks = t.scale_a.shape
+    strides = [stride for stride, extent in zip(t.scale_a.stride(), (batch, 0, blocks)) if extent > 1]
+    return (t.scale_a.stride(1) == 1 or rows == 1) and all(stride > 0 and stride % 4 == 0 for stride in strides)
+
+
+def _map_of_scales(problem: GemmProblem, config: Config, t: Any) -> Any:
+    return tensor_map("map_scales", "scale_a", t.scale_a.mT, (_box_of_scales(problem, config), 1), swizzled=False)
 
 
 def coverage() -> Iterable[tuple[GemmProblem, Config | None]]:
@@ -435,6 +510,13 @@ def coverage() -> Iterable[tuple[GemmProblem, Config | None]]:
     yield replace(fp8, scales="block_128x128", activation="swiglu"), Config(2, 2, 128, 3, parts=2)
     yield replace(fp8, scales="block_128x128", activation="swiglu", gate_up="interleaved"), Config(1, 2, 128, 4, split_k=2)
     yield replace(fp8, scales="block_1x128", bias=True, bias_dtype="bf16"), Config(1, 2, 160, 5, parts=2)
+    quantized = replace(fp8, out_dtype="e4m3", out_scale="block_1x128")
+    yield quantized, Config(1, 2, 128, 6)
+    yield replace(quantized, scales="block_128x128", out_dtype="e5m2", bias=True, bias_dtype="fp32"), Config(2, 2, 128, 4, parts=2, slabs=1)
+    yield replace(base, activation="swiglu", out_dtype="e4m3", out_scale="block_1x128"), Config(1, 2, 256, 4)
+    yield replace(base, out_dtype="e4m3", out_scale="block_1x128"), Config(2, 2, 128, 5, pingpong=True)
+    for recipe in ("tensor", "row"):
+        yield replace(quantized, out_scale=recipe), Config(1, 2, 160, 5, parts=2)
 
 
 FAMILY = KernelFamily(

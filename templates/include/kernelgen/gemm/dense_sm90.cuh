@@ -38,8 +38,9 @@
 namespace kernelgen {
 
 // `Options` is the rendered file's struct of compile-time constants: Element (of a, b), Out, Bias, C; kMmaM, kConsumers, kBlockN, kParts,
-// kStages, kSlabs, kClusterM, kClusterN, kSplitK, kResident (blocks of an SM), kBandRows, kPingpong; kRowA, kRowB (row order); kTmaOut (out goes through shared memory); kBias, kActivation,
-// kGate, kAccumulate, kScales, kPromote, kBlockScales, kScaleColumns (of b, that share a scale of blocks), kGrouping
+// kStages, kSlabs, kClusterM, kClusterN, kSplitK, kResident (blocks of an SM), kBandRows, kPingpong; kRowA, kRowB (row order); kTmaOut
+// (out goes through shared memory); kBias, kActivation, kGate, kClamped, kAccumulate, kQuantize (out are codes, with a scale for 128 of a
+// row), kScales, kPromote, kBlockScales, kScaleColumns (of b, that share a scale of blocks), kGrouping
 template <class Options>
 struct DenseSm90 : Options {
   using T = typename Options::Element;
@@ -82,6 +83,7 @@ struct DenseSm90 : Options {
   static_assert(kSplitK == 1 || (kSharing == 1 && !kPingpong && !Options::kTmaOut), "a cluster that shares K has one tile");
   using Shares = SplitSums<Options>;
   static_assert(kGrouping != Grouping::kDepth || !kPingpong, "each consumer skips as many stages as the other takes");
+  static_assert(!Options::kBlockScales || kDepth == 128 && kGrouping != Grouping::kDepth, "a step is a block of k");
   using Scales = typename scales_of_blocks<Options, Epilogue, kBlockM, Options::kBlockScales>::type;
   using Ring = Pipeline<kStages, kPingpong ? 4 : 4 * kConsumers, kSharing, 1 + Scales::kFillers>;
 
@@ -131,11 +133,12 @@ struct DenseSm90 : Options {
     for (; tiles.find(p, index, tile); index += step) {
       if (!leader) continue;
       const int boxes_a = kRowGroups ? min(kBoxesA, ceil_div(tile.row_end - tile.m, kBoxA)) : kBoxesA;
-      const int bytes = kRowGroups ? TileA::kBytes / kBoxesA * boxes_a + TileB::kBytes : kStageBytes;
+      const int bytes = (kRowGroups ? TileA::kBytes / kBoxesA * boxes_a + TileB::kBytes : kStageBytes) + Scales::row_bytes(p);
       for (int k = tile.k_first; k < tile.k_end; k += kDepth) {
         ring.wait_empty(at);
         ring.expect(at, bytes);
         const uint32_t stage_a = shared + at.stage * kStageBytes, stage_b = stage_a + TileA::kBytes;
+        Scales::copy_rows(scales_of(shared, at.stage), p, ring.full(at.stage), tile, k / kDepth);
         // In both orders a row of the tile, or what is as much of a box, is 128 bytes.
 #pragma unroll
         for (int i = 0; i < kBoxesA; ++i) {
@@ -163,9 +166,20 @@ struct DenseSm90 : Options {
     typename Ring::Position at;
     OutputTile tile;
     for (; tiles.find(p, index, tile); index += step) {
+      if constexpr (Scales::kByTma) {
+        if (p.scales_by_tma) {
+          typename Scales::Columns columns;
+          for (int k = tile.k_first, i = 0; k < tile.k_end; k += kDepth, ++i, at.advance()) {
+            if (i % kWarpSize == 0) Scales::load_columns(columns, p, tile, k / kDepth);
+            ring.wait_empty(at);
+            Scales::write_columns(scales_of(shared, at.stage), columns, i % kWarpSize, ring.full(at.stage));
+          }
+          continue;
+        }
+      }
       for (int k = tile.k_first; k < tile.k_end; k += kDepth, at.advance()) {
         ring.wait_empty(at);
-        Scales::copy(scales_of(shared, at.stage), p, tile, k / kDepth);
+        Scales::gather(scales_of(shared, at.stage), p, tile, k / kDepth);
         cp_async_arrive(ring.full(at.stage));
       }
     }
@@ -261,7 +275,7 @@ struct DenseSm90 : Options {
     ring.wait_full(at);
     clear_others(p, tile, stage, k);
     multiply_unit(sums, stage, first_row, 0);
-    Scales::load(step, scales_of(shared, at.stage), first_row);
+    Scales::load(step, scales_of(shared, at.stage), p, tile, first_row);
   }
 
   // The step at `k`, whose first unit is under way in buffer kFirst; with kMore begins the one behind it, `next`.
@@ -408,7 +422,9 @@ struct DenseSm90 : Options {
     if (group == kConsumers) {
       give_registers<kProducerRegisters>();
       if (warp == 4 * kConsumers) produce(p, ring, shared, tiles, cluster, clusters, rank_m, rank_n);
-      if (Options::kBlockScales && warp == 4 * kConsumers + 1) produce_scales(p, ring, shared, tiles, cluster, clusters);
+      if constexpr (Options::kBlockScales) {
+        if (warp == 4 * kConsumers + 1) produce_scales(p, ring, shared, tiles, cluster, clusters);
+      }
       if constexpr (kSplitK > 1) cluster_sync();  // the consumers' sums are there: all threads of the cluster pass its barrier
     } else {
       take_registers<kConsumerRegisters>();

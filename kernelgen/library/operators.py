@@ -1,0 +1,227 @@
+"""Operators of torch from the rows of the table: schemas, kernels, fake kernels, and the call that graphs record.
+
+Nothing is compiled or loaded here; a kernel is the public function, found when it first runs. What calls the operators is in
+``recorded.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+
+from kernelgen.errors import NoBackendError
+from kernelgen.library import gradients
+from kernelgen.library.forms import FORMS
+from kernelgen.library.table import NEVER, PLAIN, ROWS, Parameter, Row, constant
+
+NAMESPACE = "kernelgen"
+_library = torch.library.Library(NAMESPACE, "DEF")  # operators live as long as this
+# Strides are part of what a kernel was made for, and the last dimension must stay contiguous.
+_RETURNS = ("()", "Tensor", "(Tensor, Tensor)")
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+_UNCAPTURED = (torch.Tag.cudagraph_unsafe,)
+_any_requires_grad, _grad_enabled = torch._C._any_requires_grad, torch.is_grad_enabled
+
+
+class Slot(NamedTuple):
+    """A public argument in a flat list: where its parts lie, and how it is taken apart and put together (None: as it is)."""
+
+    name: str
+    places: tuple[int, ...]
+    split: Callable[[Any], tuple[Any, ...]] | None
+    join: Callable[..., Any] | None
+
+
+class Overload(NamedTuple):
+    """One operator. ``flat`` names its arguments, ``defaults`` has a value for those that have one, from ``required`` on."""
+
+    row: Row
+    name: str
+    schema: str
+    flat: tuple[str, ...]
+    required: int
+    defaults: tuple[Any, ...]
+    slots: tuple[Slot, ...]
+    writes: bool
+    results: int
+    fixed: Mapping[str, Any]
+    has_gradient: bool
+    tags: tuple[Any, ...]
+
+    @property
+    def qualified(self) -> str:
+        return f"{NAMESPACE}::{self.row.name}" + (f".{self.name}" if self.name else "")
+
+    def operator(self) -> Any:
+        return getattr(getattr(torch.ops.kernelgen, self.row.name), self.name or "default")
+
+
+def overloads_of(row: Row) -> list[Overload]:
+    """Plain, with one result more, and with given outputs; each also for the row's ``also``."""
+    forms: list[tuple[str, int, tuple[str, ...], Mapping[str, Any], bool]] = [("", row.results, (), {}, row.gradient)]
+    if row.more is not None:
+        forms.append((row.more.name, row.results + 1, (), row.more.fixed, row.gradient and row.more.gradient))
+    if row.outputs:
+        forms.append(("out", 0, row.written, {}, False))
+    made = [_overload(row, name, results, outputs, (), fixed, gradient, False) for name, results, outputs, fixed, gradient in forms]
+    also = row.also
+    if also is not None:
+        for name, results, outputs, fixed, _ in forms:
+            count = results if also.results is None or outputs else also.results
+            joined = f"{also.name}_{name}" if name else also.name
+            made.append(_overload(row, joined, count, outputs, also.writes, {**fixed, **also.fixed}, False, also.uncaptured))
+    return made
+
+
+def _overload(
+    row: Row, name: str, results: int, outputs: tuple[str, ...], writes: tuple[str, ...], fixed: Mapping[str, Any], gradient: bool,
+    uncaptured: bool,
+) -> Overload:
+    elsewhere = {*row.outputs, *(p.name for p in row.all_parameters if row.also and p.name in row.also.writes and p.type == "Tensor!?")}
+    kept = [p for p in row.all_parameters if p.type not in NEVER and (p.name not in elsewhere or p.name in writes)]
+    parts = [(p.name, words) for p in kept for words in _schema_parts(p, p.name in writes)]
+    parts += [(out, f"Tensor!? {out}" if i >= row.results else f"Tensor! {out}") for i, out in enumerate(outputs)]
+    late = {p.name for p in kept if p.type == "Weight"}  # what a plain weight leaves at its default stands last, and is not passed
+    parts.sort(key=lambda part: 2 * ("=" in part[1] and part[0] in late) or "=" in part[1])
+    letters = iter("abcdefgh")
+    words = [text.replace("!", f"({next(letters)}!)") if "!" in text else text for _, text in parts]
+    flat = tuple(text.partition("=")[0].split()[-1] for text in words)
+    required = sum("=" not in text for text in words)
+    places: dict[str, list[int]] = {}
+    for place, (owner, _) in enumerate(parts):
+        places.setdefault(owner, []).append(place)
+    slots = []
+    for owner in (*(p.name for p in kept), *outputs):
+        form = next((FORMS.get(p.type) for p in kept if p.name == owner), None)
+        slots.append(Slot(owner, tuple(places.get(owner, ())), form and form.split, form and form.join))
+    return Overload(
+        row, name, f"({', '.join(words)}) -> {_RETURNS[results]}", flat, required,
+        tuple(constant(text.partition("=")[2]) for text in words[required:]), tuple(slots), bool(outputs or writes) or not results,
+        results, fixed, gradient, (*_TAGS, *_UNCAPTURED) if uncaptured else _TAGS)
+
+
+def _schema_parts(p: Parameter, writes: bool) -> list[str]:
+    if p.type in PLAIN:
+        kind = p.type.replace("!?", "!") if writes else p.type
+        kind = "Tensor!" if writes and kind == "Tensor" else kind
+        default = f'"{p.default}"' if isinstance(p.default, str) else repr(p.default)
+        return [f"{kind} {p.name}" + ("" if p.required or writes else f"={default}")]
+    return [words.format(p.name) for words in FORMS[p.type].parts]
+
+
+def _function(row: Row) -> Callable[..., Any]:
+    module, _, path = row.function.partition(":")
+    found: Any = import_module(f"{NAMESPACE}.ops.{module}")
+    for name in path.split("."):
+        found = getattr(found, name)
+    function: Callable[..., Any] = found
+    return function
+
+
+def arguments(
+    o: Overload, flat: Sequence[Any], wanted: Container[str] | None = None, *, renamed: bool = False,
+) -> dict[str, Any]:
+    """The public arguments by name from an operator's own; what the dispatcher left out as a default is left out.
+
+    ``wanted``: no others. ``renamed``: a method's object is "self".
+    """
+    given: dict[str, Any] = {}
+    count = len(flat)
+    for name, places, _, join in o.slots:
+        if not places or places[0] >= count or (wanted is not None and name not in wanted):
+            continue
+        if join is None:
+            given[name] = flat[places[0]]
+        else:
+            given[name] = join(*(flat[i] if i < count else o.defaults[i - o.required] for i in places))
+    if renamed and "plan" in given:
+        given["self"] = given.pop("plan")
+    scale = given.pop("out_scales", None)
+    if scale is not None:
+        given["out"] = (given["out"], scale)
+    return given
+
+
+def kernel_of(o: Overload) -> Callable[..., Any]:
+    """The public function behind the operator's flat arguments. Most calls have few of them, which are public ones as they are."""
+    names = _plain_names(o)
+    positional = {p.name for p in o.row.all_parameters if not p.keyword}
+    first = next((i for i, name in enumerate(names) if name not in positional), len(names))
+    if names[:first] != tuple(p.name for p in o.row.all_parameters[:first]):
+        first = 0
+    keywords, most = names[first:], len(names)
+    pack, refused, fixed, nothing = o.row.pack, not o.has_gradient, dict(o.fixed), not o.results
+    function: Callable[..., Any] | None = None
+
+    def kernel(*flat: Any) -> Any:
+        nonlocal function
+        if function is None:
+            function = _function(o.row)
+        if refused and _grad_enabled() and _any_requires_grad(*flat):
+            raise no_gradient(o)
+        count = len(flat)
+        if count <= first:
+            value = function(*flat, **fixed) if fixed else function(*flat)
+        elif count <= most:
+            value = function(*flat[:first], **dict(zip(keywords, flat[first:])), **fixed)
+        else:
+            value = function(**arguments(o, flat, renamed=True), **fixed)
+        if nothing:
+            return None
+        return value if pack is None else pack(value)
+
+    return kernel
+
+
+def _plain_names(o: Overload) -> tuple[str, ...]:
+    """Of the leading arguments that are public ones as they are; a weight is one where it is not packed."""
+    found: list[str] = []
+    by_place = {slot.places[0]: slot for slot in o.slots if slot.places}
+    while (slot := by_place.get(len(found))) is not None and (slot.join is None or slot.join is FORMS["Weight"].join):
+        found.append(slot.name)
+    return () if o.writes and o.row.pair else tuple(found)
+
+
+def no_gradient(o: Overload) -> NoBackendError:
+    what = "an operator that writes to its arguments" if o.writes else "this operator"
+    return NoBackendError(f"{o.qualified}: got an input that requires a gradient, expected none: {what} has no gradient; detach the "
+                          "input, call under torch.no_grad()" + (", or leave out= away" if o.row.gradient else ""))
+
+
+def fake_of(o: Overload) -> Callable[..., Any]:
+    """What the kernel would return, of tensors without memory and sizes that may be symbols."""
+    defaults = {p.name: p.default for p in o.row.all_parameters}
+    refused, code = not o.has_gradient, o.row.shapes.__code__
+    wanted = frozenset(code.co_varnames[: code.co_argcount])  # no plan or variant is looked up for a shape
+
+    def fake(*flat: Any, **named: Any) -> Any:
+        if named:  # the meta kernel is called with what its arguments are called
+            flat = (*flat, *(named.get(name, default) for name, default in list(zip(
+                o.flat, (*[None] * o.required, *o.defaults)))[len(flat) :]))
+        if refused and _grad_enabled() and _any_requires_grad(*flat):
+            raise no_gradient(o)
+        if o.results == 0:
+            return None
+        made = o.row.shapes(**(defaults | arguments(o, flat, wanted) | dict(o.fixed)))
+        return made[0] if o.results == 1 else made
+
+    return fake
+
+
+def _register(row: Row) -> None:
+    for o in overloads_of(row):
+        name = o.qualified.partition("::")[2]
+        _library.define(name + o.schema, tags=o.tags)
+        kernel = kernel_of(o)
+        for device in ("CPU", "CUDA"):
+            _library.impl(name, kernel, device)
+        torch.library.register_fake(o.qualified, fake_of(o), lib=_library)
+        if o.has_gradient:
+            gradients.register(_library, o, kernel)
+
+
+for _row in ROWS:
+    _register(_row)
