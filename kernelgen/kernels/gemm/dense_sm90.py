@@ -254,7 +254,7 @@ QUANTIZING: dict[str, tuple[Measured, ...]] = {
 }
 
 
-# The same for 129 - 1023 rows of 16 bits, where the clock is higher and tiles are few: a fit to 34 problems of M 192 - 768, whose choices
+# The same for 129 - 1023 rows of 16 bits, where the clock is higher and tiles are few: a fit to 30 problems of M 192 - 768, whose choices
 # are within 0.5 % of the best of what was searched in the mean, 5 at worst (docs/design/hopper.md; tools/tune.py).
 MIDDLE: tuple[Measured, ...] = (
     Measured(Config(1, 2, 256, 4), 0.733, 2.04),
@@ -304,7 +304,7 @@ def _tiles(problem: GemmProblem, config: Config) -> tuple[int, int]:
 
 
 def _waves(problem: GemmProblem, target: Target, config: Config) -> int:
-    """Of tiles. A cluster lies within a group of 16 or 18 SMs."""
+    """Of tiles. Clusters of four and more do not fill the groups of SMs: 116 blocks ran at once, 128 did not (H200, 2026-11-30)."""
     c, sms = config, target.sm_count or 132
     tiles_m, tiles_n = _tiles(problem, c)
     clusters = max(1, sms * 10 // 11 * c.resident // c.blocks if c.blocks > 2 else sms * c.resident // c.blocks)
