@@ -91,6 +91,8 @@ def _function_of(o: Overload, reverse: Any) -> Any:
             with torch._C._AutoDispatchBelowAutograd():
                 result = operator.redispatch(keyset & _below, *flat)
             ctx.save_for_backward(*tensors)
+            results = result if isinstance(result, tuple) else (result,)
+            ctx.mark_non_differentiable(*(t for t in results if not _differentiable(t)))
             ctx.flat = with_tensors(flat, [_HOLE] * len(tensors))  # the tensors are torch's to keep
             return result
 
@@ -98,7 +100,7 @@ def _function_of(o: Overload, reverse: Any) -> Any:
         def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
             wanted = list(ctx.needs_input_grad[2:])
             flat = with_tensors(ctx.flat, ctx.saved_tensors)
-            made = iter(reverse([g if g is None or g.is_floating_point() else None for g in grads], wanted, *flat))
+            made = iter(reverse([g if g is None or _differentiable(g) else None for g in grads], wanted, *flat))
             return (None, None, *(next(made) if one else None for one in wanted))
 
     Recomputed.__name__ = f"Backward of {o.qualified}"
@@ -106,6 +108,11 @@ def _function_of(o: Overload, reverse: Any) -> Any:
 
 
 _HOLE = torch.empty(0)
+
+
+def _differentiable(t: torch.Tensor) -> bool:
+    """Not indices, and not fp8 codes, with which autograd has no arithmetic; their scale is."""
+    return t.is_floating_point() and t.dtype.itemsize > 1
 
 
 def _backward_of(o: Overload) -> Callable[..., Any]:

@@ -63,7 +63,7 @@ def overloads_of(row: Row) -> list[Overload]:
     """Plain, with one result more, and with given outputs; each also for the row's ``also``."""
     forms: list[tuple[str, int, tuple[str, ...], Mapping[str, Any], bool]] = [("", row.results, (), {}, row.gradient)]
     if row.more is not None:
-        forms.append((row.more.name, row.results + 1, (), row.more.fixed, row.gradient and row.more.gradient))
+        forms.append((row.more.name, row.results + 1, (), row.more.fixed, row.gradient))
     if row.outputs:
         forms.append(("out", 0, row.written, {}, False))
     made = [_overload(row, name, results, outputs, (), fixed, gradient, False) for name, results, outputs, fixed, gradient in forms]

@@ -32,7 +32,6 @@ class More(NamedTuple):
     name: str
     when: str
     fixed: Mapping[str, Any] = {}
-    gradient: bool = True
 
 
 class Also(NamedTuple):
@@ -130,7 +129,7 @@ _EPILOGUE = ('Tensor? bias=None, str? activation=None, str gate_up="gate_first",
 _PLACE = "Tensor? batch_indices=None, Tensor? slot_mapping=None"
 _ROTATION = "float theta=10000.0, Tensor? cos_sin_cache=None, SymInt? rotary_dim=None, bool interleaved=False, Scaling scaling=None"
 _CACHE = 'str kv_layout="NHD", Scale k_scale=None, Scale v_scale=None, str? kv_scales=None'
-_SCALED = More("scaled", "out_scale is not None", gradient=False)
+_SCALED = More("scaled", "out_scale is not None")
 _GROUPED: dict[str, Any] = dict(results=1, outputs=("out",), more=_SCALED, gradient=True, shapes=shapes.grouped_gemm)
 _ATTENTION: dict[str, Any] = dict(outputs=("out", "lse"), more=More("lse", "return_lse", {"return_lse": True}))
 
@@ -179,7 +178,7 @@ ROWS: tuple[Row, ...] = (
     Row("grouped_gemm_masked", "grouped:grouped_gemm_masked", f"Tensor a, Weight b, Numbers counts, *, {_EPILOGUE}", **_GROUPED),
     Row("quantize_fp8", "quantize:quantize_fp8",
         'Tensor x, str recipe="tensor", *, CodeType dtype=None, str? activation=None, str gate_up="gate_first", Output out=None, '
-        'str backend="auto"', shapes.quantize_fp8, results=2, outputs=("out",)),
+        'str backend="auto"', shapes.quantize_fp8, results=2, outputs=("out",), gradient=True),
     Row("route", "route:route",
         'Tensor logits, SymInt k, *, str method="softmax", bool renormalize=True, Tensor? bias=None, SymInt? num_groups=None, '
         'SymInt? topk_groups=None, float scaling=1.0, Tensor!? counts=None, str backend="auto"', shapes.route, results=2, gradient=True,

@@ -108,8 +108,8 @@ def test_gradients_are_those_of_an_eager_call(name: str) -> None:
     inputs = [t for t in _pytree.tree_leaves(wants) if isinstance(t, torch.Tensor) and t.requires_grad]
 
     def gradients(result: Any) -> Any:
-        outputs = [t for t in _pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
-        seeds = [torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view(t.shape) for t in outputs]
+        outputs = [t for t in _pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad and t.dtype.itemsize > 1]
+        seeds = [torch.linspace(-1, 1, t.numel()).to(t.dtype).view(t.shape) for t in outputs]
         return torch.autograd.grad(outputs, inputs, seeds, allow_unused=True, materialize_grads=True)
 
     o = OVERLOADS[name]
@@ -117,12 +117,12 @@ def test_gradients_are_those_of_an_eager_call(name: str) -> None:
     packed = public if o.row.pack is None else o.row.pack(public)
     for got, want in zip(gradients(op(*wants, **kwargs)), gradients(packed)):
         torch.testing.assert_close(got, want)
-    if "." not in name:
+    if "." not in name and name != "quantize_fp8":  # torch's test adds the results up, and fp8 has no sum
         torch.library.opcheck(op, wants, kwargs, test_utils=["test_autograd_registration", "test_aot_dispatch_static"])
 
 
 def test_what_has_no_gradient_says_so() -> None:
-    for name in ("append_kv", "attention_run.once", "quantize_fp8", "gemm.out", "rope.inplace"):
+    for name in ("append_kv", "attention_run.once", "quantize_fp8.out", "gemm.out", "rope.inplace"):
         op, args, kwargs = operator_of(partial(CALLS[name].run, "reference"))
         wants = _pytree.tree_map_only(
             torch.Tensor, lambda t: t.detach().clone().requires_grad_() if t.is_floating_point() else t, args)
