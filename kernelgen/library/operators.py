@@ -67,6 +67,8 @@ def overloads_of(row: Row) -> list[Overload]:
     if row.outputs:
         forms.append(("out", 0, row.written, {}, False))
     made = [_overload(row, name, results, outputs, (), fixed, gradient, False) for name, results, outputs, fixed, gradient in forms]
+    if row.brief:  # every argument of a schema costs a call 0.1 us
+        made = [_shortened(made[0]), made[0]._replace(name="full"), *made[1:]]
     also = row.also
     if also is not None:
         for name, results, outputs, fixed, _ in forms:
@@ -101,6 +103,12 @@ def _overload(
         row, name, f"({', '.join(words)}) -> {_RETURNS[results]}", flat, required,
         tuple(constant(text.partition("=")[2]) for text in words[required:]), tuple(slots), bool(outputs or writes) or not results,
         results, fixed, gradient, (*_TAGS, *_UNCAPTURED) if uncaptured else _TAGS)
+
+
+def _shortened(o: Overload) -> Overload:
+    """Without the last arguments; what is left keeps its place, and the others their defaults."""
+    words, _, returns = o.schema[1:].partition(") -> ")
+    return o._replace(schema=f"({', '.join(words.split(', ')[: o.required + o.row.brief])}) -> {returns}")
 
 
 def _schema_parts(p: Parameter, writes: bool) -> list[str]:

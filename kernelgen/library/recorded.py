@@ -38,6 +38,8 @@ def attention(
         return (out, lse) if return_lse else out
     if return_lse:
         return torch.ops.kernelgen.attention.lse(q, k, v, *tail)
+    if len(tail) > 4:
+        return torch.ops.kernelgen.attention.full(q, k, v, *tail)
     return torch.ops.kernelgen.attention.default(q, k, v, *tail)
 
 
@@ -71,6 +73,8 @@ def attention_varlen(
         return (out, lse) if return_lse else out
     if return_lse:
         return torch.ops.kernelgen.attention_varlen.lse(q, k, v, cu_seqlens_q, cu_seqlens_k, *tail)
+    if len(tail) > 4:
+        return torch.ops.kernelgen.attention_varlen.full(q, k, v, cu_seqlens_q, cu_seqlens_k, *tail)
     return torch.ops.kernelgen.attention_varlen.default(q, k, v, cu_seqlens_q, cu_seqlens_k, *tail)
 
 
@@ -283,6 +287,8 @@ def gemm(
         return (out, out_scales) if out_scale is not None else out
     if out_scale is not None:
         return torch.ops.kernelgen.gemm.scaled(a, b, *tail)
+    if len(tail) > 3:
+        return torch.ops.kernelgen.gemm.full(a, b, *tail)
     return torch.ops.kernelgen.gemm.default(a, b, *tail)
 
 
@@ -308,6 +314,8 @@ def grouped_gemm(
         return (out, out_scales) if out_scale is not None else out
     if out_scale is not None:
         return torch.ops.kernelgen.grouped_gemm.scaled(a, b, *tail)
+    if len(tail) > 5:
+        return torch.ops.kernelgen.grouped_gemm.full(a, b, *tail)
     return torch.ops.kernelgen.grouped_gemm.default(a, b, *tail)
 
 
@@ -333,6 +341,8 @@ def grouped_gemm_masked(
         return (out, out_scales) if out_scale is not None else out
     if out_scale is not None:
         return torch.ops.kernelgen.grouped_gemm_masked.scaled(a, b, *tail)
+    if len(tail) > 5:
+        return torch.ops.kernelgen.grouped_gemm_masked.full(a, b, *tail)
     return torch.ops.kernelgen.grouped_gemm_masked.default(a, b, *tail)
 
 
@@ -414,6 +424,8 @@ def moe(
     if writes:
         torch.ops.kernelgen.moe.out(x, w13, w2, weights, ids, out, *tail)
         return out
+    if len(tail) > 6:
+        return torch.ops.kernelgen.moe.full(x, w13, w2, weights, ids, *tail)
     return torch.ops.kernelgen.moe.default(x, w13, w2, weights, ids, *tail)
 
 

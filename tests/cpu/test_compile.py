@@ -12,6 +12,7 @@ from torch._dynamo.backends.registry import lookup_backend
 
 import kernelgen
 from kernelgen import PageTable, settings
+from kernelgen.ops.memo import forget_calls
 from kernelgen.testing.data import random_tensor
 from kernelgen.testing.decoder_model import HIDDEN, Decoder, Layer, new_caches, new_plan
 
@@ -165,10 +166,12 @@ def test_inductor_gives_the_eager_result() -> None:
 
 def test_sdpa_follows_autocast() -> None:
     """What compiled code runs, it runs with autocast off."""
+    forget_calls()
     x = random_tensor((1, 2, 11, 16), seed=5)
     with torch.autocast("cpu", torch.bfloat16), settings.override(backend="torch"):
         got = compiled(lambda x: kernelgen.sdpa(x, x, x))(x)
         want = kernelgen.sdpa(x, x, x)
+    forget_calls()  # prepared for another setting
     assert got.dtype == want.dtype == torch.bfloat16
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
