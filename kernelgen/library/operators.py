@@ -86,8 +86,9 @@ def _overload(
     kept = [p for p in row.all_parameters if p.type not in NEVER and (p.name not in elsewhere or p.name in writes)]
     parts = [(p.name, words) for p in kept for words in _schema_parts(p, p.name in writes)]
     parts += [(out, f"Tensor!? {out}" if i >= row.results else f"Tensor! {out}") for i, out in enumerate(outputs)]
-    late = {p.name for p in kept if p.type == "Weight"}  # what a plain weight leaves at its default stands last, and is not passed
-    parts.sort(key=lambda part: 2 * ("=" in part[1] and part[0] in late) or "=" in part[1])
+    # What most calls have stands first, what a weight that is not packed leaves at its default last: the end of a call is not passed.
+    ranks = {p.name: 3 for p in kept if p.type == "Weight"} | {"slot_mapping": 1}
+    parts.sort(key=lambda part: ranks.get(part[0], 2) if "=" in part[1] else 0)
     letters = iter("abcdefgh")
     words = [text.replace("!", f"({next(letters)}!)") if "!" in text else text for _, text in parts]
     flat = tuple(text.partition("=")[0].split()[-1] for text in words)

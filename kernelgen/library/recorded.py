@@ -225,9 +225,11 @@ def append_kv(
     k_scale, k_scale_value = forms.split_scale(k_scale)
     v_scale, v_scale_value = forms.split_scale(v_scale)
     tail = helpers.trimmed((
-        kv_cache_values, page_size, kv_indptr, kv_indices, kv_last_page_len, block_tables, seq_lens, positions, batch_indices,
-        slot_mapping, kv_layout, k_scale, k_scale_value, v_scale, v_scale_value, kv_scales, backend,
-    ), (None, 0, None, None, None, None, None, None, None, None, "NHD", None, None, None, None, None, "auto"))
+        slot_mapping, kv_cache_values, page_size, kv_indptr, kv_indices, kv_last_page_len, block_tables, seq_lens, positions,
+        batch_indices, kv_layout, k_scale, k_scale_value, v_scale, v_scale_value, kv_scales, backend,
+    ), (None, None, 0, None, None, None, None, None, None, None, "NHD", None, None, None, None, None, "auto"))
+    if len(tail) > 2:
+        return torch.ops.kernelgen.append_kv.full(kv_cache, k, v, *tail)
     return torch.ops.kernelgen.append_kv.default(kv_cache, k, v, *tail)
 
 
@@ -238,9 +240,11 @@ def append_mla(
     page_size, kv_indptr, kv_indices, kv_last_page_len, block_tables, seq_lens = forms.split_table(page_table)
     k_scale, k_scale_value = forms.split_scale(k_scale)
     tail = helpers.trimmed((
-        page_size, kv_indptr, kv_indices, kv_last_page_len, block_tables, seq_lens, positions, batch_indices, slot_mapping, k_scale,
+        slot_mapping, page_size, kv_indptr, kv_indices, kv_last_page_len, block_tables, seq_lens, positions, batch_indices, k_scale,
         k_scale_value, backend,
-    ), (0, None, None, None, None, None, None, None, None, None, None, "auto"))
+    ), (None, 0, None, None, None, None, None, None, None, None, None, "auto"))
+    if len(tail) > 1:
+        return torch.ops.kernelgen.append_mla.full(ckv_cache, k_rope_cache, ckv, k_rope, *tail)
     return torch.ops.kernelgen.append_mla.default(ckv_cache, k_rope_cache, ckv, k_rope, *tail)
 
 
@@ -257,12 +261,14 @@ def rope_append_kv(
     k_scale, k_scale_value = forms.split_scale(k_scale)
     v_scale, v_scale_value = forms.split_scale(v_scale)
     tail = helpers.trimmed((
-        kv_cache_values, page_size, kv_indptr, kv_indices, kv_last_page_len, block_tables, seq_lens, batch_indices, slot_mapping, theta,
+        slot_mapping, kv_cache_values, page_size, kv_indptr, kv_indices, kv_last_page_len, block_tables, seq_lens, batch_indices, theta,
         cos_sin_cache, rotary_dim, interleaved, scaling, kv_layout, k_scale, k_scale_value, v_scale, v_scale_value, kv_scales, backend,
-    ), (None, 0, None, None, None, None, None, None, None, 10000.0, None, None, False, None, "NHD", None, None, None, None, None, "auto"))
+    ), (None, None, 0, None, None, None, None, None, None, 10000.0, None, None, False, None, "NHD", None, None, None, None, None, "auto"))
     if writes:
         torch.ops.kernelgen.rope_append_kv.out(q, k, v, kv_cache, positions, out, *tail)
         return out
+    if len(tail) > 2:
+        return torch.ops.kernelgen.rope_append_kv.full(q, k, v, kv_cache, positions, *tail)
     return torch.ops.kernelgen.rope_append_kv.default(q, k, v, kv_cache, positions, *tail)
 
 

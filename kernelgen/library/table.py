@@ -169,13 +169,13 @@ ROWS: tuple[Row, ...] = (
     Row("append_kv", "append:append_kv",
         "Cache! kv_cache, Tensor k, Tensor v, PageTable page_table=None, *, "
         f'Tensor? positions=None, {_PLACE}, {_CACHE}, str backend="auto"',
-        shapes.nothing, results=0),
+        shapes.nothing, results=0, brief=2),
     Row("append_mla", "append:append_mla",
         "Tensor! ckv_cache, Tensor!? k_rope_cache, Tensor ckv, Tensor k_rope, PageTable page_table=None, *, Tensor? positions=None, "
-        f'{_PLACE}, Scale k_scale=None, str backend="auto"', shapes.nothing, results=0),
+        f'{_PLACE}, Scale k_scale=None, str backend="auto"', shapes.nothing, results=0, brief=1),
     Row("rope_append_kv", "append:rope_append_kv",
         f"Tensor q, Tensor k, Tensor v, Cache! kv_cache, PageTable page_table=None, *, Tensor positions, {_PLACE}, {_ROTATION}, {_CACHE}, "
-        'Tensor? out=None, str backend="auto"', shapes.like_q, outputs=("out",)),
+        'Tensor? out=None, str backend="auto"', shapes.like_q, outputs=("out",), brief=2),
     Row("gemm", "gemm:gemm", f"Tensor a, Weight b, *, {_EPILOGUE}", shapes.gemm, outputs=("out",), more=_SCALED, gradient=True,
         brief=3),
     Row("grouped_gemm", "grouped:grouped_gemm", f"Tensor a, Weight b, Numbers offsets, *, {_EPILOGUE}", **_GROUPED),

@@ -85,7 +85,7 @@ def calls(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Call]
     q8, latent, bounds = q[..., :8].contiguous(), x[:, :, 0].contiguous(), GraphBounds(4, 11)
     levels = [(table, torch.tensor([0, 1, 2], dtype=torch.int32))]
     k = kernelgen
-    cache, heads = (x, x), x.transpose(1, 2)
+    cache, heads, there = (x, x), x.transpose(1, 2), PageTable.contiguous(lens.to(device), 11)
     listed: list[tuple[str, Callable[[str], Any]]] = [
         ("attention", lambda b: k.attention(x, x, x, causal=True, backend=b)),
         ("attention.full", lambda b: k.attention(x, x, x, sinks=f32(2), backend=b)),
@@ -116,8 +116,12 @@ def calls(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Call]
         ("rope", lambda b: k.rope(x[0], x[0], positions, backend=b)),
         ("rope.inplace", lambda b: k.rope(x[0].clone(), x[1].clone(), positions, inplace=True, backend=b)),
         ("append_kv", lambda b: k.append_kv(new(3, 2, 4, 2, 16), q, q, slot_mapping=slots, backend=b)),
+        ("append_kv.full", lambda b: k.append_kv(new(2, 2, 11, 2, 16), q, q, there, positions=slots, backend=b)),
         ("append_mla", lambda b: k.append_mla(new(3, 4, 16), None, q8[:, 0], q8[:, 1], slot_mapping=slots, backend=b)),
+        ("append_mla.full", lambda b: k.append_mla(new(2, 11, 16), None, q8[:, 0], q8[:, 1], there, positions=slots, backend=b)),
         ("rope_append_kv", lambda b: k.rope_append_kv(q, q, q, new(3, 2, 4, 2, 16), positions=slots, slot_mapping=slots, backend=b)),
+        ("rope_append_kv.full", lambda b: k.rope_append_kv(q, q, q, new(3, 2, 4, 2, 16), positions=slots, slot_mapping=slots, theta=5e5,
+                                                           backend=b)),
         ("rope_append_kv.out", lambda b: k.rope_append_kv(q, q, q, (new(3, 4, 2, 16), new(3, 4, 2, 16)), positions=slots,
                                                          slot_mapping=slots, out=torch.zeros_like(q), backend=b)),
         ("gemm", lambda b: k.gemm(tokens, tokens.t(), backend=b)),
