@@ -1,19 +1,19 @@
 """Bundles: entries to take elsewhere, as one tar file or as a folder that also serves as a read-only layer.
 
-The layout of a bundle is that of a cache root, with ``bundle.json`` beside the request folders. It holds no absolute
-path, owner or time, so the same entries give the same bytes. Importing is as much trust as running the code inside;
-checksums find damage, not malice.
+The layout of a bundle is that of a cache root, with ``bundle.json`` and ``SHA256SUMS`` beside the request folders. Nothing
+in it depends on where it was, its owner or the time, so the same entries give the same bytes. Importing is as much trust
+as running the code inside; checksums find damage, and malice only where the digest of the list came by another way.
 """
 
 from __future__ import annotations
 
 import gzip
 import io
-import json
 import os
 import secrets
 import shutil
 import tarfile
+import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,31 +22,47 @@ from pathlib import Path
 
 from kernelgen.cache.entry import META, Artifact, BrokenEntry, is_plain_relative, meta_bytes, read_entry, sync_tree
 from kernelgen.cache.keys import is_request_key, is_toolchain_key
+from kernelgen.cache.listing import (
+    LIST_LIMIT,
+    MANIFEST,
+    SUMS,
+    check_manifest,
+    check_sums,
+    digest_of,
+    manifest_bytes,
+    parse_sums,
+    sums_bytes,
+)
 from kernelgen.cache.maintenance import IMPORT, EntryInfo, ls
-from kernelgen.cache.roots import full_disk, storage_errors
+from kernelgen.cache.roots import full_disk, is_full, storage_errors
 from kernelgen.cache.shelf import discard, names
 from kernelgen.cache.store import Store
 from kernelgen.errors import CacheError
 
-MANIFEST = "bundle.json"
-BUNDLE_FORMAT = 1
 _DAMAGE = (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile)
 
 
 @dataclass(frozen=True)
 class ExportReport:
+    """``digest``: SHA-256 of the bundle's list, which ``import_bundle`` can be told to expect."""
+
     path: Path
     entries: tuple[str, ...]
     bytes: int
+    digest: str
 
 
 @dataclass(frozen=True)
 class ImportReport:
-    """Entries as ``<request>/<toolchain>``: new ones, ones that were there already, and (entry, reason) refused."""
+    """Entries as ``<request>/<toolchain>``: new ones, ones that were there already, and (entry, reason) refused.
+
+    ``digest``: SHA-256 of the bundle's list.
+    """
 
     imported: tuple[str, ...]
     present: tuple[str, ...]
     refused: tuple[tuple[str, str], ...]
+    digest: str
 
 
 def export_bundle(store: Store, destination: Path, patterns: Iterable[str] = ()) -> ExportReport:
@@ -63,18 +79,30 @@ def export_bundle(store: Store, destination: Path, patterns: Iterable[str] = ())
                          + (f" that matches {' or '.join(wanted)}" if wanted else ""))
     if destination.exists() and not (destination.is_dir() and not names(destination)):
         raise CacheError(f"{destination} is there already; export writes a new file or folder, so remove it first")
-    total = 0
+    total, digest = 0, ""
     partial = destination.with_name(f".{destination.name[:100]}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
-        with storage_errors(destination.parent):
+        with writing(destination):
             with _writer(partial, destination.name) as add:
                 for name, data in _contents(chosen):
                     add(name, data)
                     total += len(data)
+                    digest = digest_of(data) if name == SUMS else digest
             os.rename(partial, destination)
     finally:
         discard(partial)
-    return ExportReport(destination, tuple(sorted(chosen)), total)
+    return ExportReport(destination, tuple(sorted(chosen)), total, digest)
+
+
+@contextmanager
+def writing(destination: Path) -> Iterator[None]:
+    """Turn an OSError of writing a bundle or a wheel into a CacheError that names it."""
+    try:
+        yield
+    except OSError as error:
+        room = f"; {shutil.disk_usage(destination.parent).free / 2**20:.1f} MiB are free there" if is_full(error) else ""
+        raise CacheError(f"{destination} cannot be written ({error.strerror or error}){room}; nothing of it was left. Name a place "
+                         "that you can write to") from error
 
 
 def _in_search_order(store: Store, patterns: tuple[str, ...]) -> list[EntryInfo]:
@@ -83,20 +111,30 @@ def _in_search_order(store: Store, patterns: tuple[str, ...]) -> list[EntryInfo]
 
 
 def _contents(chosen: dict[str, EntryInfo]) -> Iterator[tuple[str, bytes]]:
-    listed = [{"request": info.request, "toolchain": info.toolchain, "name": info.name, "target": info.target}
-              for _, info in sorted(chosen.items())]
-    yield MANIFEST, (json.dumps({"format": BUNDLE_FORMAT, "entries": listed}, indent=1, sort_keys=True) + "\n").encode()
-    for entry, info in sorted(chosen.items()):
-        try:
-            artifact = read_entry(info.path, info.request, info.toolchain)
-        except BrokenEntry as error:
-            raise CacheError(f"{info.path} is broken ({error}); run `kernelgen cache verify`, "
-                             "then export again") from error
-        if artifact is None:
-            raise CacheError(f"{info.path} was removed while it was exported; export again")
+    artifacts = {entry: _sound(info) for entry, info in sorted(chosen.items())}
+    manifest = manifest_bytes([{"request": info.request, "toolchain": info.toolchain, "name": info.name, "target": info.target}
+                               for _, info in sorted(chosen.items())])
+    sums = {MANIFEST: digest_of(manifest)}
+    for entry, artifact in artifacts.items():
+        sums[f"{entry}/{META}"] = digest_of(meta_bytes(artifact.meta))
+        sums |= {f"{entry}/{name}": record["sha256"] for name, record in artifact.meta["files"].items()}
+    yield MANIFEST, manifest
+    yield SUMS, sums_bytes(sums)
+    for entry, artifact in artifacts.items():
         yield f"{entry}/{META}", meta_bytes(artifact.meta)
         for name in sorted(artifact.meta["files"]):
-            yield f"{entry}/{name}", artifact.read(name)
+            yield f"{entry}/{name}", artifact.read(name)  # verified once more
+
+
+def _sound(info: EntryInfo) -> Artifact:
+    try:
+        artifact = read_entry(info.path, info.request, info.toolchain)
+    except BrokenEntry as error:
+        raise CacheError(f"{info.path} is broken ({error}); run `kernelgen cache verify`, "
+                         "then export again") from error
+    if artifact is None:
+        raise CacheError(f"{info.path} was removed while it was exported; export again")
+    return artifact
 
 
 @contextmanager
@@ -131,42 +169,70 @@ def _add_member(archive: tarfile.TarFile, name: str, data: bytes) -> None:
     archive.addfile(member, io.BytesIO(data))
 
 
-def import_bundle(store: Store, source: Path) -> ImportReport:
+def import_bundle(store: Store, source: Path, *, expect: str | None = None) -> ImportReport:
     """Publish the entries of a bundle (tar file or folder) in the store's root. Sound entries there are left alone.
 
-    Each entry is verified before it is published; a broken one is refused and the others still go in. Raises
-    CacheError, and imports nothing, for a file that is no bundle or that holds links, devices or names which lead
-    elsewhere.
+    ``expect``: the digest that the export reported. Every file is compared with the bundle's list before anything is
+    published, and every entry with its own checksums as it is. Raises CacheError, and imports nothing, for a file that
+    is no bundle, whose files are not those of its list, or that holds links, devices or names which lead elsewhere.
     """
     shelf = store.shelf
     shelf.create()
-    stage = shelf.root / f"{IMPORT}{os.getpid()}-{secrets.token_hex(4)}"
     imported: list[str] = []
     present: list[str] = []
     refused: list[tuple[str, str]] = []
+    with _stage(shelf.root) as stage:
+        unpacked, names, digest = _opened(source, stage, expect)
+        for request, toolchain in sorted({tuple(name.split("/")[:2]) for name in names if "/" in name}):
+            entry, folder = f"{request}/{toolchain}", stage / "entry"
+            try:
+                artifact = read_entry(unpacked / request / toolchain, request, toolchain)
+            except BrokenEntry as error:
+                refused.append((entry, str(error)))
+                continue
+            if artifact is not None:
+                with storage_errors(shelf.root):
+                    _copy_entry(artifact, folder)
+                (imported if shelf.adopt(folder, request, toolchain) else present).append(entry)
+    return ImportReport(tuple(imported), tuple(present), tuple(refused), digest)
+
+
+@contextmanager
+def opened_bundle(source: Path) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """A bundle as a folder, verified, and the names of its files; a tar file is unpacked to a temporary one.
+
+    Raises CacheError as ``import_bundle`` does.
+    """
+    with tempfile.TemporaryDirectory(prefix="kernelgen-bundle-") as folder:
+        unpacked, names, _ = _opened(source, Path(folder), None)
+        yield unpacked, names
+
+
+@contextmanager
+def _stage(root: Path) -> Iterator[Path]:
+    stage = root / f"{IMPORT}{os.getpid()}-{secrets.token_hex(4)}"
     try:
-        with storage_errors(shelf.root):
+        with storage_errors(root):
             stage.mkdir(mode=0o700)
-        unpacked = source if source.is_dir() else stage / "unpacked"
-        if source.is_dir():
-            _check_manifest(source, _read_manifest(source))
-        else:
-            _unpack(source, unpacked, shelf.root)
-        for request in sorted(filter(is_request_key, names(unpacked))):
-            for toolchain in sorted(filter(is_toolchain_key, names(unpacked / request))):
-                entry, folder = f"{request}/{toolchain}", stage / "entry"
-                try:
-                    artifact = read_entry(unpacked / request / toolchain, request, toolchain)
-                except BrokenEntry as error:
-                    refused.append((entry, str(error)))
-                    continue
-                if artifact is not None:
-                    with storage_errors(shelf.root):
-                        _copy_entry(artifact, folder)
-                    (imported if shelf.adopt(folder, request, toolchain) else present).append(entry)
+        yield stage
     finally:
         discard(stage)
-    return ImportReport(tuple(imported), tuple(present), tuple(refused))
+
+
+def _opened(source: Path, stage: Path, expect: str | None) -> tuple[Path, tuple[str, ...], str]:
+    """(folder, names of its files, digest of its list): every file is the one that the list says."""
+    folder = source if source.is_dir() else stage / "unpacked"
+    names_in_tar = None if source.is_dir() else _unpack(source, folder, stage)
+    raw = _read_list(source, folder)
+    digest = digest_of(raw)
+    if expect is not None and expect.strip().lower() != digest:
+        raise CacheError(f"{source} is refused: its digest is {digest}, expected {expect}; it is not the bundle that was exported")
+    sums = parse_sums(source, raw)
+    for listed in sums:
+        if listed != MANIFEST:
+            _check_name(source, listed)
+    check_sums(source, folder, sums, names_in_tar)
+    return folder, (MANIFEST, SUMS, *sorted(sums.keys() - {MANIFEST})), digest
 
 
 def _copy_entry(artifact: Artifact, folder: Path) -> None:
@@ -180,31 +246,26 @@ def _copy_entry(artifact: Artifact, folder: Path) -> None:
     sync_tree(folder)
 
 
-def _read_manifest(folder: Path) -> bytes:
+def _read_list(source: Path, folder: Path) -> bytes:
+    """SHA256SUMS, once bundle.json says that it is of a format which this release reads."""
     try:
-        return (folder / MANIFEST).read_bytes()
+        check_manifest(source, (folder / MANIFEST).read_bytes())
+        raw = (folder / SUMS).read_bytes()
     except OSError as error:
-        raise CacheError(f"{folder} is not a bundle: {MANIFEST} cannot be read ({error.strerror}); "
+        raise CacheError(f"{source} is not a bundle: {Path(str(error.filename)).name} cannot be read ({error.strerror}); "
                          "make one with `kernelgen cache export`") from error
-
-
-def _check_manifest(source: Path, raw: bytes) -> None:
-    try:
-        version = json.loads(raw)["format"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CacheError(f"{source} is not a bundle: its {MANIFEST} cannot be understood ({error})") from error
-    if version != BUNDLE_FORMAT:
-        raise CacheError(f"{source} has bundle format {version!r}; this release reads {BUNDLE_FORMAT}: export it anew")
+    return raw
 
 
 def _check_name(source: Path, name: str) -> None:
     parts = name.split("/")
     if is_plain_relative(name) and len(parts) > 2 and is_request_key(parts[0]) and is_toolchain_key(parts[1]):
         return
-    raise CacheError(f"{source} is refused: it holds {name!r}; expected {MANIFEST} and <request>/<toolchain>/<file>")
+    raise CacheError(f"{source} is refused: it holds {name!r}; expected {MANIFEST}, {SUMS} and <request>/<toolchain>/<file>")
 
 
-def _unpack(source: Path, folder: Path, root: Path) -> None:
+def _unpack(source: Path, folder: Path, root: Path) -> tuple[str, ...]:
+    """Write the files of a tar file below ``folder``; their names. Raises CacheError as ``import_bundle`` does."""
     try:
         with tarfile.open(source, mode="r:*") as archive:
             members = _checked_members(source, archive)
@@ -218,14 +279,17 @@ def _unpack(source: Path, folder: Path, root: Path) -> None:
                     (folder / name).parent.mkdir(parents=True, exist_ok=True)
                     with open(folder / name, "xb") as target:
                         shutil.copyfileobj(content, target)
+            return tuple(members)
     except FileNotFoundError as error:
         raise CacheError(f"{source} does not exist; name a bundle made by `kernelgen cache export`") from error
     except _DAMAGE as error:
         raise CacheError(f"{source} cannot be read as a bundle ({error}); it is damaged or no tar file") from error
+    except OSError as error:
+        raise CacheError(f"{source} cannot be read: {error.strerror or error}") from error
 
 
 def _checked_members(source: Path, archive: tarfile.TarFile) -> dict[str, tarfile.TarInfo]:
-    """The files of entries. Refuses, before anything is written, whatever a bundle does not hold."""
+    """The files by name. Refuses, before anything is written, whatever a bundle does not hold."""
     members: dict[str, tarfile.TarInfo] = {}
     for member in archive.getmembers():
         name = member.name.removeprefix("./")
@@ -233,13 +297,15 @@ def _checked_members(source: Path, archive: tarfile.TarFile) -> dict[str, tarfil
             continue
         if not member.isfile():
             raise CacheError(f"{source} is refused: {member.name!r} is a link or a device; a bundle holds plain files")
-        if name != MANIFEST:
+        if name not in (MANIFEST, SUMS):
             _check_name(source, name)
+        elif member.size > LIST_LIMIT:
+            raise CacheError(f"{source} is refused: its {name} has {member.size} bytes, expected at most {LIST_LIMIT}")
         if name in members:
             raise CacheError(f"{source} is refused: it holds {name!r} twice")
         members[name] = member
     if MANIFEST not in members:
         raise CacheError(f"{source} is not a bundle: it has no {MANIFEST}; make one with `kernelgen cache export`")
-    manifest = archive.extractfile(members.pop(MANIFEST))
-    _check_manifest(source, b"" if manifest is None else manifest.read())
+    manifest = archive.extractfile(members[MANIFEST])
+    check_manifest(source, b"" if manifest is None else manifest.read())  # before anything is unpacked
     return members

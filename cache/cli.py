@@ -59,7 +59,9 @@ class _Group(click.Group):
 @click.pass_context
 def cache(ctx: click.Context, root: Path | None) -> None:
     """Look after the kernel cache."""
-    ctx.obj = Store(root)
+    from kernelgen.cache.packaged import packaged_bundles
+
+    ctx.obj = Store(root) if root is not None else Store(packaged=packaged_bundles)
 
 
 def _store(ctx: click.Context) -> Store:
@@ -150,32 +152,56 @@ def prune(ctx: click.Context, max_size: int | None, older_than: float | None, as
 @cache.command("export")
 @click.argument("destination", type=click.Path(path_type=Path))
 @click.argument("patterns", nargs=-1)
+@click.option("--manifest", "manifests", multiple=True, metavar="SPECS.JSONL", type=click.Path(dir_okay=False, path_type=Path),
+              help="Only the kernels of a file that KERNELGEN_RECORD or `prebuild --record` wrote, and the launcher. May be repeated.")
 @as_json
 @click.pass_context
-def export_command(ctx: click.Context, destination: Path, patterns: tuple[str, ...], as_json: bool) -> None:
+def export_command(ctx: click.Context, destination: Path, patterns: tuple[str, ...], manifests: tuple[Path, ...], as_json: bool) -> None:
     """Write entries to DESTINATION: .tar, .tar.gz, or a folder that serves as a read-only layer."""
+    if manifests:
+        from kernelgen.aot.deploy import keys_of_manifests
+
+        patterns = (*patterns, *keys_of_manifests(_store(ctx), manifests))
     report = bundles.export_bundle(_store(ctx), destination, patterns)
     if as_json:
         _print_json(report)
         return
-    click.echo(f"{len(report.entries)} entries ({_size(report.bytes)}) in {report.path}")
+    click.echo(f"{len(report.entries)} entries ({_size(report.bytes)}) in {report.path}\nsha256 {report.digest}")
 
 
 @cache.command("import")
 @click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--sha256", metavar="DIGEST", help="The digest that export printed: a bundle with another one is refused.")
 @as_json
 @click.pass_context
-def import_command(ctx: click.Context, bundle: Path, as_json: bool) -> None:
+def import_command(ctx: click.Context, bundle: Path, sha256: str | None, as_json: bool) -> None:
     """Add the entries of BUNDLE to the cache. Its code will be run: import only what you trust."""
-    report = bundles.import_bundle(_store(ctx), bundle)
+    report = bundles.import_bundle(_store(ctx), bundle, expect=sha256)
     if as_json:
         _print_json(report)
     else:
         for entry, reason in report.refused:
             click.echo(f"refused {entry}: {reason}")
-        click.echo(f"{len(report.imported)} new, {len(report.present)} were there, {len(report.refused)} refused")
+        click.echo(f"{len(report.imported)} new, {len(report.present)} were there, {len(report.refused)} refused\nsha256 {report.digest}")
     if report.refused:
         ctx.exit(1)
+
+
+@cache.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path), default=Path())
+@click.option("--name", default="default", show_default=True, help="The wheel is called kernelgen-kernels-NAME.")
+@click.option("--version", default="1", show_default=True)
+@as_json
+def wheel(bundle: Path, folder: Path, name: str, version: str, as_json: bool) -> None:
+    """Make a wheel of BUNDLE in FOLDER (default: here). Where it is installed its kernels are found."""
+    from kernelgen.cache.wheel import make_wheel
+
+    report = make_wheel(bundle, folder, name=name, version=version)
+    if as_json:
+        _print_json(report)
+        return
+    click.echo(f"{report.entries} entries, {_size(report.bytes)} in {report.path}\npip install {report.path}")
 
 
 def _print_json(value: Any) -> None:

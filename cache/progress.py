@@ -85,22 +85,22 @@ def _bar(*columns: Any) -> Any:
 
 
 class _Lines:
-    def __init__(self, total: int) -> None:
-        self.total, self.count = total, 0
+    def __init__(self, total: int, done: str) -> None:
+        self.total, self.done, self.count = total, done, 0
 
     def finished(self, label: str, seconds: float, error: BaseException | None) -> None:
         self.count += 1
         if error is None:
-            logger.info("built %d of %d: %s (%.1f s)", self.count, self.total, label, seconds)
+            logger.info("%s %d of %d: %s (%.1f s)", self.done, self.count, self.total, label, seconds)
         else:
             logger.warning("failed %d of %d: %s (%.1f s): %s", self.count, self.total, label, seconds,
                            str(error).split("\n", 1)[0])
 
 
 class _Bar:
-    def __init__(self, bar: Any, total: int) -> None:
+    def __init__(self, bar: Any, total: int, done: str) -> None:
         self.bar = bar
-        self.task = bar.add_task("building kernels", total=total)
+        self.task = bar.add_task(f"kernels {done}", total=total)
 
     def finished(self, label: str, seconds: float, error: BaseException | None) -> None:
         if error is not None:
@@ -109,14 +109,14 @@ class _Bar:
 
 
 @contextmanager
-def many(total: int) -> Iterator[Progress]:
-    """The display of ``total`` builds."""
+def many(total: int, done: str = "built") -> Iterator[Progress]:
+    """The display of ``total`` builds, or of what else is ``done`` to kernels."""
     if not (on_terminal() and _display.acquire(blocking=False)):
-        yield _Lines(total)
+        yield _Lines(total, done)
         return
     try:
         with _bar("counted") as bar:
-            yield _Bar(bar, total)
+            yield _Bar(bar, total, done)
     finally:
         _display.release()
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import platformdirs
 
+from kernelgen.cache.listing import check_layer_format
 from kernelgen.errors import CacheError
 
 logger = logging.getLogger("kernelgen")
@@ -35,6 +36,10 @@ def warn_once(key: str, message: str, *arguments: object) -> None:
     if key not in _said:
         _said.add(key)
         logger.warning(message, *arguments)
+
+
+class NoFolder(CacheError):
+    """Nowhere can a root be made: what is read-only may serve all the same."""
 
 
 def check_trusted(folder: Path, *, strict: bool = False) -> None:
@@ -60,7 +65,8 @@ def check_trusted(folder: Path, *, strict: bool = False) -> None:
 
 
 def check_layer(folder: Path) -> None:
-    """Raise CacheError if others could change the read-only bundle ``folder``. Any owner is fine: the user named it."""
+    """Raise CacheError if others could change the read-only bundle ``folder``, or it is a bundle of another format. Any
+    owner is fine: the user named it."""
     status = os.stat(folder)
     if not stat.S_ISDIR(status.st_mode):
         raise CacheError(f"cache layer {folder} is not a folder; name an exported bundle folder "
@@ -69,6 +75,7 @@ def check_layer(folder: Path) -> None:
     if status.st_mode & 0o022 and not read_only:
         raise CacheError(f"cache layer {folder} is refused: others can write to it (mode "
                          f"{stat.S_IMODE(status.st_mode):04o}); run chmod go-w on it or mount it read-only")
+    check_layer_format(folder)
 
 
 def _refused(folder: Path, reason: str, remedy: str) -> CacheError:
@@ -121,8 +128,8 @@ def _temporary_root(reason: str) -> Path:
         folder = Path(tempfile.gettempdir()) / f"kernelgen-{os.geteuid()}"
         create_private(folder, strict=True)
     except OSError as error:
-        raise CacheError(f"no folder for the kernel cache: {reason}, and no temporary folder can be made "
-                         f"({error.strerror or error}); set {SETTING} to a folder that you can write to") from error
+        raise NoFolder(f"no folder for the kernel cache: {reason}, and no temporary folder can be made "
+                       f"({error.strerror or error}); set {SETTING} to a folder that you can write to") from error
     warn_once(f"temporary {folder}", "no usable home for the kernel cache (%s); using the private temporary folder %s, "
               "set %s to keep kernels elsewhere", reason, folder, SETTING)
     return folder

@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from kernelgen.cache.build import Builder, build_entry
 from kernelgen.cache.entry import Artifact, BrokenEntry, BuildOutput, read_entry
 from kernelgen.cache.keys import Request, ToolchainId, is_request_key, is_toolchain_key
 from kernelgen.cache.progress import report_slow
-from kernelgen.cache.roots import check_layer, check_trusted, default_root, warn_once
+from kernelgen.cache.roots import NoFolder, check_layer, check_trusted, default_root, warn_once
 from kernelgen.cache.shelf import FAILED, Shelf, names
 from kernelgen.errors import ArtifactMissingError
 from kernelgen.settings import settings
@@ -27,12 +27,14 @@ __all__ = ["Artifact", "BuildOutput", "Builder", "Store"]
 class Store:
     """Artifacts in one writable root and any number of read-only layers that are searched before it.
 
-    ``root=None`` takes the settings: ``KERNELGEN_CACHE_DIR``, the user cache folder or a private temporary folder, and
-    the layers of ``KERNELGEN_CACHE_LAYERS`` after the given ones. ``lock_dir=None`` takes ``KERNELGEN_LOCK_DIR`` or
-    ``<root>/locks``. Safe to share between threads and over a fork.
+    ``packaged`` gives the bundles that were installed as wheels. It is asked when all else has missed: reading the
+    metadata of what is installed takes milliseconds. ``root=None`` takes the settings: ``KERNELGEN_CACHE_DIR``, the user
+    cache folder or a private temporary folder, and the layers of ``KERNELGEN_CACHE_LAYERS`` after the given ones.
+    ``lock_dir=None`` takes ``KERNELGEN_LOCK_DIR`` or ``<root>/locks``. Safe to share between threads and over a fork.
     """
 
-    def __init__(self, root: Path | None = None, layers: Sequence[Path] = (), *, lock_dir: Path | None = None) -> None:
+    def __init__(self, root: Path | None = None, layers: Sequence[Path] = (), *, lock_dir: Path | None = None,
+                 packaged: Callable[[], Sequence[Path]] = tuple) -> None:
         current = settings()
         named = root if root is not None else current.cache_dir
         more = current.cache_layers if root is None else ()
@@ -40,6 +42,9 @@ class Store:
         self._layers = tuple(dict.fromkeys(_absolute(layer) for layer in (*layers, *more)))
         self._lock_dir = None if lock_dir is None else _absolute(lock_dir)
         self._shelf = None if named is None else Shelf(_absolute(named), self._lock_dir)
+        self._packaged = packaged
+        self._checked: set[Path] = set()
+        self._by_name: dict[str, list[Artifact]] | None = None
 
     @property
     def shelf(self) -> Shelf:
@@ -58,19 +63,27 @@ class Store:
     @property
     def layers(self) -> tuple[Path, ...]:
         """The read-only layers that exist, in search order. Raises CacheError for one that others can write to."""
-        root, present = self.root, []
+        root, present = self._root_if_any(), []
         for layer in self._layers:
             if not layer.exists():
                 warn_once(f"layer {layer}", "cache layer %s does not exist; it is skipped", layer)
             elif layer != root:
-                check_layer(layer)
+                if layer not in self._checked:
+                    check_layer(layer)
+                    self._checked.add(layer)
                 present.append(layer)
         return tuple(present)
 
     @property
+    def packaged(self) -> tuple[Path, ...]:
+        """The bundles that were installed as wheels; searched last."""
+        return tuple(self._packaged())
+
+    @property
     def search_path(self) -> tuple[Path, ...]:
-        """Where ``get`` looks, in order: the layers, then the root. Raises CacheError as these do."""
-        return (*self.layers, self.root)
+        """Where ``get`` looks, in order: the layers, the root, installed bundles. Raises CacheError as these do."""
+        root = self._root_if_any()
+        return (*self.layers, *(() if root is None else (root,)), *self.packaged)
 
     def get(self, request: Request, toolchain: ToolchainId | None, *, binding_abi: str | None = None,
             cuda_major: int | None = None) -> Artifact | None:
@@ -80,15 +93,36 @@ class Store:
         the given ones, newest toolchain first; the target is part of the request. A broken entry is set aside, warned
         about once, and counts as missing. Raises CacheError for a refused root or layer.
         """
-        if toolchain is not None:
-            found = [(location, toolchain.key) for location in self._locations()]
-        else:
-            found = self._fitting(request, binding_abi, cuda_major)
-        for location, toolchain_key in found:
-            artifact = self._verified(location, request.key, toolchain_key)
-            if artifact is not None and (toolchain is not None or _fits(artifact.toolchain, binding_abi, cuda_major)):
-                return artifact
+        for search in (self._locations, lambda: self.packaged):
+            if toolchain is not None:
+                found = [(location, toolchain.key) for location in search()]
+            else:
+                found = self._fitting(search(), request, binding_abi, cuda_major)
+            for location, toolchain_key in found:
+                artifact = self._verified(location, request.key, toolchain_key)
+                if artifact is not None and (toolchain is not None or not _misfit(artifact.toolchain, binding_abi, cuda_major)):
+                    return artifact
         return None
+
+    def near_misses(self, request: Request, *, binding_abi: str | None = None, cuda_major: int | None = None) -> list[str]:
+        """Why what is there of the kernel of ``request`` does not serve it, for an error. The first call reads every meta.json."""
+        if self._by_name is None:
+            self._by_name = {}
+            for location, request_key, toolchain_key in self.entries():
+                with contextlib.suppress(BrokenEntry):
+                    artifact = read_entry(location / request_key / toolchain_key, request_key, toolchain_key, contents=False)
+                    if artifact is not None:
+                        self._by_name.setdefault(artifact.meta["name"], []).append(artifact)
+        found: dict[str, None] = {}
+        for artifact in self._by_name.get(request.name, ()):
+            if artifact.meta["request"] == request.key:
+                reason = _misfit(artifact.toolchain, binding_abi, cuda_major) or "it is broken"
+            elif artifact.meta["target"] != request.target:
+                reason = f"it is for {artifact.meta['target']}"
+            else:
+                reason = "another release of kernelgen, or other flags, made it"
+            found[f"{artifact.path}: {reason}"] = None
+        return list(found)
 
     def get_or_build(self, request: Request, toolchain: ToolchainId, build: Builder, *, banner: str = "",
                      source_name: str = "kernel.cu") -> tuple[Artifact, bool]:
@@ -126,21 +160,31 @@ class Store:
 
     def entries(self) -> Iterator[tuple[Path, str, str]]:
         """(location, request key, toolchain key) of everything that is named like an entry, unverified."""
-        for location in self._locations():
+        for location in (*self._locations(), *self.packaged):
             for request_key in sorted(filter(is_request_key, names(location))):
                 for toolchain_key in sorted(filter(is_toolchain_key, names(location / request_key))):
                     yield location, request_key, toolchain_key
 
+    def _root_if_any(self) -> Path | None:
+        """The root; None where no folder can be made and what is read-only has to do (KERNELGEN_JIT=0)."""
+        try:
+            return self.root
+        except NoFolder as error:
+            if settings().jit:
+                raise
+            warn_once("no root", "%s; KERNELGEN_JIT=0 needs none, only layers are searched", error)
+            return None
+
     def _locations(self) -> tuple[Path, ...]:
-        root = self.root
-        if not os.path.lexists(root):
+        root = self._root_if_any()
+        if root is None or not os.path.lexists(root):
             return self.layers
         check_trusted(root)
         return (*self.layers, root)
 
     def _verified(self, location: Path, request_key: str, toolchain_key: str) -> Artifact | None:
         """The entry there; one that is broken is set aside where that is possible, and reported either way."""
-        if location == self.root and os.access(location, os.W_OK):
+        if location == self._root_if_any() and os.access(location, os.W_OK):
             artifact = self.shelf.read_or_repair(request_key, toolchain_key)
             return None if artifact is None else self._touched(artifact)
         path = location / request_key / toolchain_key
@@ -151,9 +195,10 @@ class Store:
                       "as missing", path, error)
             return None
 
-    def _fitting(self, request: Request, binding_abi: str | None, cuda_major: int | None) -> list[tuple[Path, str]]:
+    def _fitting(self, locations: Sequence[Path], request: Request, binding_abi: str | None,
+                 cuda_major: int | None) -> list[tuple[Path, str]]:
         found: list[tuple[tuple[tuple[int, ...], ...], float, str, Path]] = []
-        for location in self._locations():
+        for location in locations:
             for toolchain_key in filter(is_toolchain_key, names(location / request.key)):
                 try:
                     artifact = read_entry(location / request.key / toolchain_key, request.key, toolchain_key,
@@ -162,7 +207,7 @@ class Store:
                     # Nothing can be told of it but its name: _verified reports it, after all that could be used.
                     found.append(((), 0.0, toolchain_key, location))
                     continue
-                if artifact is not None and _fits(artifact.toolchain, binding_abi, cuda_major):
+                if artifact is not None and not _misfit(artifact.toolchain, binding_abi, cuda_major):
                     versions = _versions(artifact.toolchain.compiler)
                     found.append((versions, artifact.meta["created"], toolchain_key, location))
         return [(location, toolchain_key) for _, _, toolchain_key, location in sorted(found, reverse=True)]
@@ -175,10 +220,13 @@ class Store:
         return artifact
 
 
-def _fits(toolchain: ToolchainId, binding_abi: str | None, cuda_major: int | None) -> bool:
+def _misfit(toolchain: ToolchainId, binding_abi: str | None, cuda_major: int | None) -> str:
+    """Why an artifact of that toolchain cannot be loaded here, or ""."""
     if binding_abi is not None and toolchain.binding_abi != binding_abi:
-        return False
-    return cuda_major is None or toolchain.cuda_major in (None, cuda_major)
+        return f"its binding ABI is {toolchain.binding_abi}, this release's {binding_abi}"
+    if cuda_major is not None and toolchain.cuda_major not in (None, cuda_major):
+        return f"it is for CUDA {toolchain.cuda_major}, here is CUDA {cuda_major}"
+    return ""
 
 
 def _versions(compiler: str) -> tuple[tuple[int, ...], ...]:

@@ -27,12 +27,16 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Decision:
-    """The chosen candidate (None: nothing can run it) and every candidate with its reason, best first."""
+    """The chosen candidate (None: nothing can run it) and every candidate with its reason, best first.
+
+    ``artifacts``: where nothing is compiled here, what explain found of the chosen kernels in the cache.
+    """
 
     problem: Any
     target: Target
     chosen: Candidate | None
     candidates: tuple[Candidate, ...]
+    artifacts: tuple[str, ...] = ()
 
     def table(self) -> list[dict[str, Any]]:
         """The candidates as plain rows, for JSON."""
@@ -54,4 +58,4 @@ class Decision:
                 lines.append(f" {mark} {c.label:<{width}}  score {c.score:g}  {words}")
             else:
                 lines.append(f" {mark} {c.label:<{width}}  no: {c.verdict.reason}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"    {line}" for line in self.artifacts)])

@@ -105,7 +105,12 @@ def explain(
     given = _bind(op, entry, args, kwargs)
     where, live = _target(target, entry, given)
     decide: Callable[..., Decision] = getattr(import_module(entry.module), entry.decide)
-    return decide(target=where, backend=backend, live=live, **_tensors(entry, given, element))
+    decision = decide(target=where, backend=backend, live=live, **_tensors(entry, given, element))
+    if not live:
+        return decision
+    from kernelgen.dispatch.artifacts import with_artifacts
+
+    return with_artifacts(decision)
 
 
 def _signature(entry: _Op) -> inspect.Signature:

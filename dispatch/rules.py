@@ -37,7 +37,12 @@ class Rule:
 # Rows of a up to which skinny_sm90 is the better Hopper product whatever the estimate of the other says, which knows tiles and not how
 # much of b is on its way (H200, 2026-11-30: at 8 rows its choices took 1.3 - 1.7 x the time). And columns of b from which it is worse for
 # more than 128 rows (192 - 512 rows: best for 576 and 2112 columns, never for 4096).
-FEW_ROWS, FEW_COLUMNS = 64, 4096
+# Of many small products in a batch dense_sm90 is the better one sooner (64 rows: 9.0 us for 9.7, 8.7 for 9.1; 32 rows: 7.7 and 7.4, 7.7 and
+# 7.3; tools/bench/results/tried/h200_batched.json).
+FEW_ROWS, FEW_COLUMNS, FEW_ROWS_OF_MANY = 64, 4096, 32
+# 16-bit rows from which dense tiles, which can share K too, were the better product for few columns as well (192 - 512 rows of 576 and
+# 2112 columns: 0.5 - 1.05 of the time of skinny_sm90's best; H200, 2026-11-30, tools/bench/results/tried/h200_tune_dense.json).
+DENSE_ROWS = 192
 
 
 def _nothing_masked(p: Any) -> bool:
@@ -91,17 +96,44 @@ def _few_tasks(p: Any, target: Target) -> bool:
     return not p.batch_invariant and keys >= max(LONG_KEYS, KEYS_PER_QUERY * queries) and tasks < target.sm_count
 
 
+def _many_products(p: Any, target: Target) -> bool:
+    """A batch of small products that fills the chip, of 129 rows and more, too: ours take 0.94 - 0.96 of torch.bmm's time at 1,024."""
+    from kernelgen.kernels.gemm import skinny_sm90
+
+    return skinny_sm90.many_products(p, target)
+
+
 def _skinny(p: Any, target: Target) -> bool:
     """Few rows, where b's bytes are what counts, and else by the estimates of both Hopper products (imported when one is called)."""
     from kernelgen.kernels.gemm import dense_sm90, skinny_sm90
 
-    if p.m > 128 and p.n >= FEW_COLUMNS:
+    if _many_products(p, target):
+        return p.m <= FEW_ROWS_OF_MANY
+    if p.m > 128 and (p.n >= FEW_COLUMNS or (p.m >= DENSE_ROWS and p.a_dtype in ("bf16", "fp16"))):
         return False
     return p.m <= FEW_ROWS or skinny_sm90.estimate(p, target) <= dense_sm90.estimate(p, target)
 
 
+# Codes from which packed_sm90 was measured: fewer are read in less time than its start takes.
+MANY_CODES = 5760 * 2880
+
+
+def _one_wave(p: Any, target: Target) -> bool:
+    """What packed_sm90 was measured for: all of its blocks at once, with something to read for each."""
+    from kernelgen.kernels.gemm import packed_sm90
+
+    return p.n * p.k >= MANY_CODES and bool(packed_sm90.supports(p, target)) and packed_sm90.one_wave(p, target)
+
+
 def _plain_gemm(p: Any) -> bool:
     return not (p.bias or p.activation or p.accumulate_c) and p.a_dtype == p.b_dtype == p.out_dtype and p.a_dtype in ("bf16", "fp16")
+
+
+def _few_tokens(p: Any) -> bool:
+    """Where moe/small_cuda was faster than the composition: one token, of 16-bit and fp8 experts. And where the lines between its times
+    for 1 and 8 tokens say so: up to four, of 16-bit experts that are many.
+    """
+    return p.packed is None and (p.tokens == 1 or (p.tokens <= 4 and p.weight_dtype == p.x_dtype and 4 * p.slots <= p.experts))
 
 
 RULES: tuple[Rule, ...] = (
@@ -119,19 +151,30 @@ RULES: tuple[Rule, ...] = (
     Rule("attention", "torch", 70, "cuDNN in torch 2.11 takes 0.39 - 0.74 x the time of prefill_mma, measured in bf16, D 64, 128, 256, "
          "1k - 16k, and so expected in fp16 (H200, 2026-11-29, `kernelgen bench attention`); with a mask it lets a NaN of a "
          "masked key through", target_kind="cuda", capability=(90,), when=_cudnn_attention),
-    Rule("gemm", "torch", 70, "cuBLAS takes 0.74 - 1.15 x the time of our products at M = 192 and 256, 0.83 x of narrow ones at 512; up to "
-         "128 rows ours are 0.9 - 1.5 x as fast, above even (H200, 2026-11-30, tools/bench/results/h200_gemm_hopper.json)",
-         target_kind="cuda", capability=(90,), when=lambda p: _plain_gemm(p) and p.m > 128 and (p.m < 384 or p.n < 1024)),
+    Rule("gemm", "torch", 70, "cuBLAS takes 0.92 - 1.01 x the time of our products at M = 256, 0.87 - 0.99 x of narrow ones from there "
+         "on; up to 192 rows ours are 0.9 - 1.5 x as fast, above even (H200, 2026-11-30, tools/bench/results/tried/h200_tune_dense.json)",
+         target_kind="cuda", capability=(90,), when=lambda p: _plain_gemm(p) and p.m > 192 and (p.m < 384 or p.n < 1024),
+         fits=lambda p, target: not _many_products(p, target)),
     Rule("gemm", "generated", 64, "TMA and WGMMA for few rows or columns: by the estimates of both Hopper products, whose figures were "
          "measured on an H200 (2026-11-30)", target_kind="cuda", capability=(90,), kernel="gemm/skinny_sm90", fits=_skinny),
     Rule("gemm", "generated", 62, "TMA and WGMMA (H200, 2026-11-30, tools/bench/results/tried/h200_gemm_sm90.json)",
          target_kind="cuda", capability=(90,), kernel="gemm/dense_sm90"),
+    Rule("gemm", "generated", 64, "packed weights, few rows: 0.60 - 0.87 x the time of packed_skinny where one wave of blocks is enough "
+         "(H200, 2026-11-30, tools/bench/results/tried/h200_packed_sm90.json)", target_kind="cuda", capability=(90,),
+         kernel="gemm/packed_sm90", fits=_one_wave),
+    Rule("gemm", "generated", 54, "packed weights: small ones, and several waves of its blocks, were never timed", target_kind="cuda",
+         kernel="gemm/packed_sm90"),
     Rule("gemm", "generated", 63, "packed weights, few rows: b's codes go straight to registers, read once (H200, 2026-11-30, "
          "tools/bench/results/h200_gemm_hopper.json)", target_kind="cuda", kernel="gemm/packed_skinny", when=lambda p: p.m <= 16),
     Rule("gemm", "generated", 55, "packed weights: gemm_mma takes 0.65 - 0.96 x its time at 32 rows (H200, 2026-11-30, "
          "tools/bench/results/tried/h200_tune_int4.json)", target_kind="cuda", kernel="gemm/packed_skinny"),
     Rule("grouped_gemm", "generated", 64, "TMA and WGMMA: 0.96 - 1.12 x as fast as torch._grouped_mm (H200, 2026-11-30, "
          "tools/bench/results/h200_gemm_hopper.json)", target_kind="cuda", capability=(90,), kernel="gemm/grouped_sm90"),
+    Rule("moe", "generated", 64, "few tokens in two launches: 1 token takes 0.52 - 0.95 x the time of the composition's five or seven "
+         "(six layers on an H200, 2026-11-30, tools/bench/results/tried/h200_moe_small_tune.json)", target_kind="cuda",
+         capability=(90,), kernel="moe/small_cuda", when=_few_tokens),
+    Rule("moe", "generated", 55, "for one token, and up to four of many experts: of 8 tokens it took 0.97 - 2.3 x the composition's time, "
+         "mxfp4 and other GPUs were not timed (H200, 2026-11-30)", target_kind="cuda", kernel="moe/small_cuda"),
     Rule("", "generated", 60, "specialised for this problem"),
     Rule("", "torch", 40, "works everywhere torch does"),
     Rule("", "reference", 1, "slow eager float64 version"),

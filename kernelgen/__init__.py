@@ -66,11 +66,13 @@ _PUBLIC = {
     "explain": "kernelgen.dispatch.explain",
     "Target": "kernelgen.targets",
     "variant": "kernelgen.variants",
+    "warmup": "kernelgen.aot.warmup",
     "distributed": "",  # modules of their own
     "variants": "",
 }
 
 if TYPE_CHECKING:
+    from kernelgen.aot.warmup import warmup as warmup
     from kernelgen.dispatch.explain import explain as explain
     from kernelgen.moe_tensors import MoESort as MoESort
     from kernelgen.ops.append import append_kv as append_kv
@@ -134,5 +136,5 @@ __all__ = [
     "SettingsError", "ShapeError", "Target", "ToolchainMissing", "VariantError", "alibi_slopes", "append_kv", "append_mla", "attention",
     "attention_varlen", "cascade_attention", "distributed", "explain", "gemm", "grouped_gemm", "grouped_gemm_masked", "merge_states", "moe",
     "moe_permute", "moe_sort", "moe_unpermute", "pack_weight", "plan_attention", "plan_mla", "quantize_fp8", "rmsnorm", "rope",
-    "rope_append_kv", "route", "sdpa", "silu_and_mul", "variant", "variants",
+    "rope_append_kv", "route", "sdpa", "silu_and_mul", "variant", "variants", "warmup",
 ]

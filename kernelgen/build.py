@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kernelgen.cache.keys import Request, ToolchainId
 from kernelgen.cache.store import Artifact, BuildOutput, Store
-from kernelgen.errors import ArtifactMissingError, ToolchainMissing
+from kernelgen.errors import ArtifactMissingError, CacheError, ToolchainMissing
 from kernelgen.kernels.base import LoadedKernel
 from kernelgen.launch.host import start_launcher
 from kernelgen.render import Source, render
@@ -19,10 +19,12 @@ from kernelgen.specs import KernelSpec
 from kernelgen.toolchains import toolchain
 from kernelgen.toolchains.base import PARAMS_ABI
 
+_NEAR_MISSES = 3  # that an error lists
+
 
 @dataclass(frozen=True)
 class BuildReport:
-    """Where the time of one kernel went, in seconds; ``compiled`` is False when the cache served it."""
+    """Where the time of one kernel went, in seconds; ``compiled`` is False when the cache served it. ``compiler``: whose it is."""
 
     spec: str
     compiled: bool
@@ -30,6 +32,7 @@ class BuildReport:
     compile: float
     load: float
     artifact: str
+    compiler: str = ""
 
 
 _store: Store | None = None
@@ -43,8 +46,14 @@ def store() -> Store:
     """The process's artifact store, by the settings of its first use."""
     global _store
     if _store is None:
-        _store = Store(settings().cache_dir, settings().cache_layers)
+        _store = Store(settings().cache_dir, settings().cache_layers, packaged=_packaged)
     return _store
+
+
+def _packaged() -> Sequence[Path]:
+    from kernelgen.cache.packaged import packaged_bundles  # importlib.metadata: only a miss pays for it
+
+    return packaged_bundles()
 
 
 def forget() -> None:
@@ -85,11 +94,20 @@ def fetch(
         return found, False
     if missing is not None:
         raise missing
-    raise ArtifactMissingError(
-        f"no prebuilt artifact of {request.name} for {request.target} fits and compiling is off (KERNELGEN_JIT=0); "
-        f"searched {', '.join(str(p) for p in store().search_path)}; build it on a machine with a compiler "
-        f"(`kernelgen prebuild` or one call with KERNELGEN_JIT=1), then `kernelgen cache export` and KERNELGEN_CACHE_LAYERS"
-    )
+    raise _missing(request, cuda_major)
+
+
+def _missing(request: Request, cuda_major: int | None) -> ArtifactMissingError:
+    try:
+        places = ", ".join(map(str, store().search_path)) or "nothing: there is no cache, layer or installed bundle"
+        near = store().near_misses(request, binding_abi=PARAMS_ABI, cuda_major=cuda_major)
+    except CacheError as error:
+        places, near = str(error), []
+    shown = [f"  does not fit: {line}" for line in near[:_NEAR_MISSES]]
+    more = [f"  ... and {len(near) - _NEAR_MISSES} more"] if len(near) > _NEAR_MISSES else []
+    return ArtifactMissingError("\n".join([
+        f"no prebuilt artifact of {request.name} for {request.target} fits, and compiling is off (KERNELGEN_JIT=0)",
+        f"  searched: {places}", *shown, *more]), spec=request.name, target=request.target)
 
 
 def kernel(spec: KernelSpec) -> LoadedKernel:
@@ -126,8 +144,14 @@ def _load(spec: KernelSpec) -> LoadedKernel:
     loaded = toolchain(spec.toolchain).load(spec, artifact)
     done = time.perf_counter()
     _reports[spec] = BuildReport(str(spec), built, rendered - start, compiled - rendered if built else 0.0,
-                                 done - compiled + (0.0 if built else compiled - rendered), str(artifact.path))
+                                 done - compiled + (0.0 if built else compiled - rendered), str(artifact.path),
+                                 artifact.toolchain.compiler)
     return loaded
+
+
+def report_of(spec: KernelSpec) -> BuildReport | None:
+    """The report of a kernel that this process loaded."""
+    return _reports.get(spec)
 
 
 def reports() -> list[BuildReport]:

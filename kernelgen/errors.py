@@ -54,7 +54,23 @@ class ToolchainMissing(KernelgenError):
 
 
 class ArtifactMissingError(KernelgenError):
-    """Compiling is switched off (``KERNELGEN_JIT=0``) and no prebuilt artifact of the spec fits."""
+    """Compiling is switched off (``KERNELGEN_JIT=0``) and no prebuilt artifact of the spec fits.
+
+    Attributes: ``spec`` (name of the kernel), ``target``, ``command`` (what builds it, on any machine with a compiler).
+    """
+
+    def __init__(self, message: str, *, spec: str = "", target: str = "", command: str = "") -> None:
+        super().__init__(message if not command else f"{message}\n  to build it, on any machine with a compiler:\n    {command}\n"
+                         "  then `kernelgen cache export bundle.tar` there and `kernelgen cache import bundle.tar` here. All kernels of a "
+                         "service: kernelgen prebuild --model or --manifest")
+        self.spec = spec
+        self.target = target
+        self.command = command
+        self.message = message
+
+    def with_command(self, command: str) -> ArtifactMissingError:
+        """The same, naming what builds the kernel."""
+        return ArtifactMissingError(self.message, spec=self.spec, target=self.target, command=command)
 
 
 class CacheError(KernelgenError):

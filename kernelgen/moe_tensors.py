@@ -45,7 +45,7 @@ class SortTensors(NamedTuple):
 class PermuteTensors(NamedTuple):
     """x (T, W) to rows (T * k, W); row_of_slot (T, k) int32, contiguous; weights (T, k) or None.
 
-    scale (T, S) float32 moves to scale_rows (T * k, S), contiguous: x are codes then, and weights multiply the scale.
+    scale (T, S) float32 moves to scale_rows (T * k, S): x are codes then, and weights multiply the scale.
     """
 
     x: torch.Tensor

@@ -8,7 +8,7 @@ from typing import Any
 
 from kernelgen import build
 from kernelgen.dispatch.backends.base import Backend
-from kernelgen.errors import ToolchainMissing
+from kernelgen.errors import ArtifactMissingError, ToolchainMissing
 from kernelgen.kernels.base import Composition, KernelFamily, Steps, composition, families
 from kernelgen.settings import settings
 from kernelgen.specs import KernelSpec
@@ -54,7 +54,7 @@ def _compose(made_of: Composition, problem: Any, target: Target, live: bool) -> 
         verdict = no(_NO_GRADIENT)
     if not verdict:
         return made_of.name, None, verdict
-    decisions = tuple((name, choose(step, target, "generated", live=live)) for name, step in made_of.steps(problem))
+    decisions = tuple((name, choose(step, target, "generated", live=live)) for name, step in made_of.steps(problem, target))
     for name, decision in decisions:
         if decision.chosen is None:
             reasons = "; ".join(dict.fromkeys(c.verdict.reason for c in decision.candidates if c.backend == "generated"))
@@ -94,14 +94,20 @@ class Generated(Backend):
                 assert decision.chosen is not None
                 return self.prepare(decision.problem, target, decision.chosen.kernel, decision.chosen.config, tensors)
 
-            return made_of.bind(problem, prepare, tensors)
+            return made_of.bind(problem, tuple(decisions), prepare, tensors)
         family = _family(problem.op, target, kernel)
         path = settings().record
         if path is not None:
             from kernelgen.aot.manifest import record
 
             record(path, problem, target, kernel, config)
-        return family.bind(problem, config, build.kernel(family.spec(problem, target, config)), tensors)
+        try:
+            loaded = build.kernel(family.spec(problem, target, config))
+        except ArtifactMissingError as error:
+            from kernelgen.aot.manifest import prebuild_command
+
+            raise error.with_command(prebuild_command(problem, target, kernel, config)) from None
+        return family.bind(problem, config, loaded, tensors)
 
 
 def _family(op: str, target: Target, name: str) -> KernelFamily:

@@ -12,8 +12,10 @@ import json
 import logging
 import math
 import os
+import shlex
 import threading
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterable
+from dataclasses import MISSING, fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -76,10 +78,39 @@ def _append(path: Path, line: str) -> None:
         os.close(descriptor)
 
 
-def encode_line(problem: Any, target: Target, kernel: str, config: Any) -> str:
-    """Raises SettingsError for a problem that holds something that is none of ours."""
-    return json.dumps({"kernelgen": VERSION, "op": problem.op, "problem": _encode(problem), "target": _encode(target), "kernel": kernel,
-                       "config": _encode(config)}, separators=(",", ":"))
+def encode_line(problem: Any, target: Target, kernel: str, config: Any, *, brief: bool = False) -> str:
+    """``brief`` leaves out what this release takes by default. Raises SettingsError for a problem that holds what is none of ours."""
+    parts = (_encode(value, brief) for value in (problem, target, config))
+    return json.dumps({"kernelgen": VERSION, "op": problem.op, **dict(zip(("problem", "target", "config"), parts)), "kernel": kernel},
+                      separators=(",", ":"))
+
+
+def prebuild_command(problem: Any, target: Target, kernel: str, config: Any) -> str:
+    """The command that builds exactly this kernel, on any machine with a compiler."""
+    try:
+        return f"kernelgen prebuild --spec {shlex.quote(encode_line(problem, target, kernel, config, brief=True))}"
+    except SettingsError:
+        return "KERNELGEN_JIT=1 KERNELGEN_RECORD=specs.jsonl COMMAND; kernelgen prebuild --manifest specs.jsonl"
+
+
+def write_manifest(path: Path, decisions: Iterable[Decision]) -> int:
+    """A file as KERNELGEN_RECORD writes it, in the place of what was there; the number of lines. Raises SettingsError."""
+    lines = dict.fromkeys(encode_line(d.problem, d.target, d.chosen.kernel, d.chosen.config) for d in decisions if d.chosen is not None)
+    partial = path.with_name(f".{path.name[:100]}.{os.getpid()}")
+    try:
+        try:
+            partial.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot be written ({error.strerror}); name a file in a folder that you can write to") from error
+    return len(lines)
+
+
+def read_spec(text: str) -> Decision:
+    """The decision of one line, as ``prebuild_command`` gives it. Raises SettingsError."""
+    return _decode_line(text, "--spec")
 
 
 def read_manifest(path: Path) -> list[Decision]:
@@ -138,16 +169,18 @@ def _decode_line(line: str, where: str) -> Decision:
     return Decision(problem, target, chosen, (chosen,))
 
 
-def _encode(value: Any) -> Any:
+def _encode(value: Any, brief: bool = False) -> Any:
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else {_NUMBER: repr(value)}
     if isinstance(value, tuple):
-        return [_encode(part) for part in value]
+        return [_encode(part, brief) for part in value]
     kind = type(value)
     if is_dataclass(value) and _ours(kind.__module__):
-        return {_CLASS: f"{kind.__module__}:{kind.__qualname__}", **{f.name: _encode(getattr(value, f.name)) for f in fields(value)}}
+        given = ((f, getattr(value, f.name)) for f in fields(value))
+        kept = {f.name: _encode(v, brief) for f, v in given if not (brief and f.default is not MISSING and f.default == v)}
+        return {_CLASS: f"{kind.__module__}:{kind.__qualname__}", **kept}
     raise SettingsError(f"got a {kind.__module__}.{kind.__qualname__}, expected plain values and kernelgen's own dataclasses")
 
 

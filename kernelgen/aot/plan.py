@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from kernelgen.aot.specs import specs_of
+from kernelgen.aot.specs import needs_of
 from kernelgen.cli.calls import FORMS
 from kernelgen.cli.decide import decide, for_sm_count
 from kernelgen.cli.options import Options
@@ -26,9 +26,10 @@ _THREADS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 @dataclass
 class Need:
-    """Who needs a kernel: the first call, how many of them on all SM counts, and those SM counts (threads of a CPU)."""
+    """Who needs a kernel: the first call with its decision, how many on all SM counts, and those SM counts (threads of a CPU)."""
 
     call: str
+    decision: Decision
     calls: int = 0
     sm_counts: set[int] = field(default_factory=set)
 
@@ -84,7 +85,7 @@ def merged(plans: Iterable[Plan]) -> Plan:
     parts = tuple(plans)
     for part in parts:
         for spec, need in part.specs.items():
-            known = specs.setdefault(spec, Need(need.call))
+            known = specs.setdefault(spec, Need(need.call, need.decision))
             known.calls += need.calls
             known.sm_counts |= need.sm_counts
     return Plan(specs, tuple(x for part in parts for x in part.left), sum(part.calls for part in parts))
@@ -114,8 +115,8 @@ def _merged(calls: Sequence[tuple[str, str, Callable[[Target], Iterable[Decision
 
 
 def _add(specs: dict[KernelSpec, Need], name: str, decision: Decision) -> None:
-    for spec in specs_of(decision):
-        need = specs.setdefault(spec, Need(name))
+    for spec, leaf in needs_of(decision):
+        need = specs.setdefault(spec, Need(name, leaf))
         need.calls += 1
         need.sm_counts.add(decision.target.sm_count)
 

@@ -1,4 +1,4 @@
-"""What a prebuild did: the coverage table, and the same as JSON."""
+"""What a prebuild or a warm-up did: a table, and the same as JSON."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import click
 
 from kernelgen.aot.plan import Left, Need
 from kernelgen.aot.pool import Built
+from kernelgen.specs import KernelSpec
+from kernelgen.targets import Target
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,75 @@ class Report:
             click.echo(f"failed: {row.spec}: {row.error}", err=True)
         if self.launcher:
             click.echo(f"failed: the launcher: {self.launcher}", err=True)
+
+
+@dataclass(frozen=True)
+class WarmupRow:
+    """What became of one kernel. compiled: by this process; artifact, compiler: what was loaded; error: why it was not, or "";
+    missing: there is no prebuilt one, and compiling is off."""
+
+    spec: KernelSpec
+    seconds: float
+    compiled: bool
+    artifact: str
+    compiler: str
+    error: str = ""
+    missing: bool = False
+
+
+@dataclass(frozen=True)
+class WarmupReport:
+    """Rows of a warm-up, one per kernel. ``choosing``, ``seconds``: of the wall clock, for what is needed and in all; ``left``, ``notes``:
+    calls without a kernel of ours, parts of the model that no call runs; ``launcher``: why it could not be had, or ""."""
+
+    target: Target
+    rows: tuple[WarmupRow, ...]
+    left: tuple[Left, ...]
+    notes: tuple[str, ...]
+    choosing: float
+    seconds: float
+    launcher: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.launcher and not any(row.error for row in self.rows)
+
+    @property
+    def loaded(self) -> tuple[WarmupRow, ...]:
+        return tuple(row for row in self.rows if not row.error)
+
+    @property
+    def compiled(self) -> tuple[WarmupRow, ...]:
+        return tuple(row for row in self.rows if row.compiled)
+
+    @property
+    def missing(self) -> tuple[WarmupRow, ...]:
+        return tuple(row for row in self.rows if row.missing)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "target": str(self.target), "ok": self.ok, "seconds": round(self.seconds, 3), "choosing_seconds": round(self.choosing, 3),
+            "loaded": len(self.loaded), "compiled": len(self.compiled), "missing": len(self.missing), "launcher_error": self.launcher,
+            "kernels": [{
+                "spec": row.spec.name, "seconds": round(row.seconds, 4), "compiled": row.compiled, "artifact": row.artifact,
+                "compiler": row.compiler, "missing": row.missing, "error": row.error} for row in self.rows],
+            "not_generated": [{"call": x.call, "target": x.target, "calls": x.calls, "reason": x.reason} for x in self.left],
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        width = max((len(row.spec.name) for row in self.rows), default=0)
+        states = (("missing" if row.missing else "failed") if row.error else "compiled" if row.compiled else "loaded" for row in self.rows)
+        lines = [f"{row.spec.name:<{width}}  {state:<8}  {1e3 * row.seconds:8.1f} ms  {row.error or row.compiler}"
+                 for row, state in zip(self.rows, states)]
+        compilers = Counter(row.compiler for row in self.loaded)
+        lines.append(f"{len(self.loaded)} of {len(self.rows)} kernels loaded for {self.target} in {self.seconds:.2f} s (choosing "
+                     f"{self.choosing:.2f} s), {len(self.compiled)} of them compiled now, {len(self.missing)} missing")
+        lines += [f"  {count} by {compiler}" for compiler, count in compilers.items()]
+        lines += [f"left out: {note}" for note in self.notes]
+        lines += [f"no generated kernel: {x.call}: {x.reason}" for x in self.left]
+        lines += [f"the launcher: {self.launcher}"] if self.launcher else []
+        return "\n".join(lines)
 
 
 def _right(name: str) -> Any:

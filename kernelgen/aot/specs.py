@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from kernelgen.dispatch.decision import Decision
 from kernelgen.kernels.base import Steps, families
 from kernelgen.specs import KernelSpec
@@ -9,13 +11,30 @@ from kernelgen.specs import KernelSpec
 
 def specs_of(decision: Decision) -> tuple[KernelSpec, ...]:
     """Kernels of ours that the chosen candidate needs; none where it is another backend, or there is none."""
+    return tuple(spec for leaf in leaves(decision) for spec in _specs_of_leaf(leaf))
+
+
+def leaves(decision: Decision) -> tuple[Decision, ...]:
+    """The decisions for one kernel family each that a decision consists of: the steps of a layer of experts, else itself."""
     chosen = decision.chosen
     if chosen is None or chosen.backend != "generated":
         return ()
     if isinstance(chosen.config, Steps):
-        return tuple(spec for _, step in chosen.config.decisions for spec in specs_of(step))
-    family = next(f for f in families(decision.problem.op, decision.target.kind) if f.name == chosen.kernel)
-    return (family.spec(decision.problem, decision.target, chosen.config), *_beside(decision))
+        return tuple(leaf for _, step in chosen.config.decisions for leaf in leaves(step))
+    return (decision,)
+
+
+def needs_of(decision: Decision) -> Iterator[tuple[KernelSpec, Decision]]:
+    """Each kernel, with the decision that takes it: what a manifest holds."""
+    for leaf in leaves(decision):
+        for spec in _specs_of_leaf(leaf):
+            yield spec, leaf
+
+
+def _specs_of_leaf(decision: Decision) -> tuple[KernelSpec, ...]:
+    assert decision.chosen is not None
+    family = next(f for f in families(decision.problem.op, decision.target.kind) if f.name == decision.chosen.kernel)
+    return (family.spec(decision.problem, decision.target, decision.chosen.config), *_beside(decision))
 
 
 def _beside(decision: Decision) -> tuple[KernelSpec, ...]:

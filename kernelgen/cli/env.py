@@ -39,12 +39,14 @@ def collect() -> dict[str, Any]:
             devices[device] = f"{target} ({target.sm_count} {'threads' if target.kind == 'cpu' else 'SMs'})"
         except DeviceError as error:
             devices[device] = str(error)
+    searched: list[str] = []
     try:
+        searched = [str(place) for place in store().search_path]
         cache = str(store().root)
     except CacheError as error:
         cache = str(error)
     versions = {"kernelgen": __version__, "python": platform.python_version(), "torch": torch.__version__}
-    return {"versions": versions, "cache": cache, "devices": devices, "toolchains": toolchains, "settings": rows}
+    return {"versions": versions, "cache": cache, "searched": searched, "devices": devices, "toolchains": toolchains, "settings": rows}
 
 
 @click.command()
@@ -65,6 +67,8 @@ def env(as_json: bool) -> None:
             table.add_row(name, value)
         console.print(table)
     console.print(f"cache: {data['cache']}", soft_wrap=True)
+    for place in data["searched"] if data["searched"] != [data["cache"]] else ():  # layers, the cache, installed wheels
+        console.print(f"searched: {place}", soft_wrap=True)
     table = Table("variable", "value", "meaning", title="settings", title_justify="left")
     for name, row in data["settings"].items():
         table.add_row(name, row["value"], row["help"])

@@ -76,8 +76,13 @@ def _explain(op: str, *, target: str | None, sm_count: int | None, backend: str,
     decision, live = decide(op, options, target, backend)
     if sm_count is not None:
         decision = for_sm_count(decision, sm_count, backend, live)
+    if live:
+        from kernelgen.dispatch.artifacts import with_artifacts
+
+        decision = with_artifacts(decision)
     if as_json:
-        click.echo(json.dumps({"problem": str(decision.problem), "target": str(decision.target), "candidates": decision.table()}, indent=2))
+        click.echo(json.dumps({"problem": str(decision.problem), "target": str(decision.target), "candidates": decision.table(),
+                               "artifacts": decision.artifacts}, indent=2))
     else:
         click.echo(str(decision))
 

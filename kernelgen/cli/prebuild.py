@@ -25,13 +25,11 @@ class Targets(click.ParamType):
         return value if isinstance(value, tuple) else tuple(dict.fromkeys(part.strip() for part in value.split(",") if part.strip()))
 
 
-OPTIONS: tuple[Callable[..., Any], ...] = (
-    click.option("--model", type=_FILE, metavar="CONFIG.JSON", help="A Hugging Face config.json: all kernels of its layers."),
-    click.option("--manifest", type=_FILE, metavar="SPECS.JSONL", help="What a run recorded with KERNELGEN_RECORD: exactly those kernels."),
-    click.option("--spec", "specs", multiple=True, metavar="CALL", help="A call as explain takes it, in quotes. May be repeated."),
-    click.option("--target", type=Targets(), help="sm_90a,sm_80,cpu-x86-64-v3, ... (default: this machine; --manifest: the recorded)."),
-    click.option("--sm-count", type=Dims(example="132,114,78", least=1), help="SMs of the GPUs, threads of the CPUs to build for "
-                 "(default: those of the usual products)."),
+def _file(name: str, metavar: str, help: str) -> Callable[..., Any]:
+    return click.option(name, type=_FILE, metavar=metavar, help=help)
+
+
+MODEL_OPTIONS: tuple[Callable[..., Any], ...] = (
     number("--tp", "--model: GPUs that share every layer.", low=1), number("--ep", "--model: GPUs that share the experts.", low=1),
     element("--dtype", "--model: element type of the activations (default: the model's)."),
     click.option("--kv-dtype", type=Dtype(), help="--model: element type of the cache (default: that of the activations)."),
@@ -40,10 +38,29 @@ OPTIONS: tuple[Callable[..., Any], ...] = (
     number("--max-tokens", "--model: most tokens of a step (default: 8192).", low=1),
     number("--max-batch", "--model: most requests of a step (default: 256).", low=1),
     number("--max-length", "--model: most keys of a request (default: 32768).", low=1),
+)
+OPTIONS: tuple[Callable[..., Any], ...] = (
+    _file("--model", "CONFIG.JSON", "A Hugging Face config.json: all kernels of its layers."),
+    _file("--manifest", "SPECS.JSONL", "What a run recorded with KERNELGEN_RECORD: exactly those kernels."),
+    click.option("--spec", "specs", multiple=True, metavar="CALL",
+                 help="A call as explain takes it, or a line of a manifest, in quotes. May be repeated."),
+    click.option("--target", type=Targets(), help="sm_90a,sm_80,cpu-x86-64-v3, ... (default: this machine; --manifest: the recorded)."),
+    click.option("--sm-count", type=Dims(example="132,114,78", least=1), help="SMs of the GPUs, threads of the CPUs to build for "
+                 "(default: those of the usual products)."),
+    *MODEL_OPTIONS,
+    _file("--record", "SPECS.JSONL", "Also write what was chosen, a line per kernel: for cache export and warmup."),
     number("--jobs", "Most processes (default: as cores and memory allow).", low=1),
     click.option("--json", "as_json", is_flag=True, help="Print JSON."),
 )
-_OF_MODEL = ("tp", "ep", "dtype", "kv_dtype", "page_size", "kv_layout", "max_tokens", "max_batch", "max_length")
+OF_MODEL = ("tp", "ep", "dtype", "kv_dtype", "page_size", "kv_layout", "max_tokens", "max_batch", "max_length")
+
+
+def given_of_model(o: dict[str, Any]) -> dict[str, Any]:
+    """What was said of the service, as fields of ``Service``. Raises UsageError where it was said without --model."""
+    given = {name: o[name] for name in OF_MODEL if o[name] is not None}
+    if given and not o["model"]:
+        raise click.UsageError(f"got --{next(iter(given)).replace('_', '-')}, expected it with --model only", click.get_current_context())
+    return given
 
 
 def run(ctx: click.Context, **o: Any) -> None:
@@ -60,10 +77,7 @@ def run(ctx: click.Context, **o: Any) -> None:
     sources = [name for name in _SOURCES if o[name]]
     if not sources:
         raise click.UsageError(f"got --{given[0].replace('_', '-')}, expected --model, --manifest or --spec with it, or an op", ctx)
-    stray = [name for name in _OF_MODEL if name in given]
-    if stray and not o["model"]:
-        raise click.UsageError(f"got --{stray[0].replace('_', '-')}, expected it with --model only", ctx)
-    report = _report(o)
+    report = _report(o, given_of_model(o))
     if o["as_json"]:
         click.echo(json.dumps(report.as_dict(), indent=2))
         for row in report.failed:
@@ -73,10 +87,10 @@ def run(ctx: click.Context, **o: Any) -> None:
     ctx.exit(0 if report.ok else 1)
 
 
-def _report(o: dict[str, Any]) -> Any:
+def _report(o: dict[str, Any], service: dict[str, Any]) -> Any:
     from kernelgen import build
     from kernelgen.aot.calls import Service, service_calls
-    from kernelgen.aot.manifest import read_manifest
+    from kernelgen.aot.manifest import read_manifest, read_spec, write_manifest
     from kernelgen.aot.models import read_model
     from kernelgen.aot.plan import Plan, merged, plan, plan_of
     from kernelgen.aot.pool import build_specs
@@ -90,18 +104,22 @@ def _report(o: dict[str, Any]) -> Any:
     targets = [Target.parse(name) for name in o["target"] or ()]
     made: list[Plan] = []
     notes: tuple[str, ...] = ()
-    lines = list(o["specs"])
+    lines = [line for line in o["specs"] if not line.lstrip().startswith("{")]
+    recorded = [read_spec(line) for line in o["specs"] if line.lstrip().startswith("{")]
     if o["model"]:
         model = read_model(o["model"])
-        lines = [*service_calls(model, Service(**{k: o[k] for k in _OF_MODEL if o[k] is not None})), *lines]
+        lines = [*service_calls(model, Service(**service)), *lines]
         notes = model.left_out
     with report_slow("choosing kernels"):
-        if o["manifest"]:
-            made.append(plan_of(read_manifest(o["manifest"]), targets, o["sm_count"]))
+        recorded += read_manifest(o["manifest"]) if o["manifest"] else []
+        if recorded:
+            made.append(plan_of(recorded, targets, o["sm_count"]))
         if lines:
             made.append(plan(lines, targets, o["sm_count"]) if targets else _here(lines, o["sm_count"]))
     whole = merged(made)
     _ = build.store().root  # a cache that cannot be used is said before anything is compiled
+    if o["record"]:
+        write_manifest(o["record"], [need.decision for need in whole.specs.values()])
     rows = build_specs(whole.specs, o["jobs"])
     problem = ""
     try:

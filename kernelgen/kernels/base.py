@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
@@ -71,15 +71,16 @@ class Composition:
 
     name, op    as of a KernelFamily
     supports    (problem, target) -> Verdict: what the steps cannot be asked
-    steps       (problem) -> (name of the step, its problem) in the order in which they run
-    bind        (problem, prepare, tensors) -> run(tensors), with prepare(name of a step, its tensors) -> run of that step
+    steps       (problem, target) -> (name of the step, its problem) in the order in which they run
+    bind        (problem, names, prepare, tensors) -> run(tensors), with the names of the steps, and prepare(one of them, its tensors)
+                -> run of that step
     """
 
     name: str
     op: str
     supports: Callable[[Any, Target], Verdict]
-    steps: Callable[[Any], tuple[tuple[str, Any], ...]]
-    bind: Callable[[Any, Callable[[str, Any], Callable[[Any], Any]], Any], Callable[[Any], None]]
+    steps: Callable[[Any, Target], tuple[tuple[str, Any], ...]]
+    bind: Callable[[Any, Sequence[str], Callable[[str, Any], Callable[[Any], Any]], Any], Callable[[Any], None]]
 
 
 @dataclass(frozen=True)
@@ -113,13 +114,14 @@ def composition(op: str) -> Composition | None:
 _MODULES: dict[str, tuple[str, ...]] = {
     "attention": ("attention.prefill_cpu", "attention.split_cpu", "attention.prefill_mma", "attention.split_mma"),
     "append": ("cache.append_cpu", "cache.append_cuda"),
-    "gemm": ("gemm.gemm_cpu", "gemm.skinny_sm90", "gemm.dense_sm90", "gemm.packed_skinny", "gemm.gemm_mma"),
+    "gemm": ("gemm.gemm_cpu", "gemm.skinny_sm90", "gemm.dense_sm90", "gemm.packed_sm90", "gemm.packed_skinny", "gemm.gemm_mma"),
     "grouped_gemm": ("gemm.grouped_gemm_cpu", "gemm.grouped_sm90", "gemm.grouped_gemm_mma"),
     "paged_attention": ("attention.paged_cpu", "attention.paged_mma"),
     "merge_states": ("attention.merge_states_cpu", "attention.merge_states_cuda"),
     "rmsnorm": ("norm.rmsnorm_cpu", "norm.rmsnorm_cuda"),
     "rope": ("rope.rope_cpu", "rope.rope_cuda"),
     "route": ("moe.route_cpu", "moe.route_cuda"),
+    "moe": ("moe.small_cuda",),
     "moe_sort": ("moe.sort_cpu", "moe.sort_cuda"),
     "moe_permute": ("moe.permute_cpu", "moe.permute_cuda"),
     "moe_unpermute": ("moe.unpermute_cpu", "moe.unpermute_cuda"),

@@ -7,10 +7,13 @@ import os
 import threading
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kernelgen.errors import KernelgenError, LaunchError
+from kernelgen.errors import ArtifactMissingError, KernelgenError, LaunchError
 from kernelgen.render import Source, include_closure, template_text
+
+if TYPE_CHECKING:
+    from kernelgen.cache.keys import Request
 
 LAUNCHER_TEMPLATE = "host/launcher.cc"
 # -O2 and no LTO: the launcher is a few hundred lines, and its build time is part of the first call from a checkout.
@@ -22,6 +25,12 @@ def launcher_source() -> Source:
     text = template_text(LAUNCHER_TEMPLATE)
     lines = tuple((LAUNCHER_TEMPLATE, n + 1) for n in range(text.count("\n") + 1))
     return Source(text, "", include_closure(text), lines, "launcher.cc")
+
+
+def launcher_request(source: Source) -> Request:
+    from kernelgen.cache.keys import Request
+
+    return Request("launcher", source.text, source.includes, LAUNCHER_FLAGS, "host-x86-64")
 
 
 def shipped_launcher() -> Path | None:
@@ -36,7 +45,7 @@ def _built_launcher() -> Path:
     from tvm_ffi import libinfo
 
     from kernelgen.build import fetch
-    from kernelgen.cache.keys import Request, ToolchainId
+    from kernelgen.cache.keys import ToolchainId
     from kernelgen.cache.store import BuildOutput
     from kernelgen.toolchains import toolchain
     from kernelgen.toolchains.base import PARAMS_ABI
@@ -45,7 +54,7 @@ def _built_launcher() -> Path:
     cxx = toolchain("cxx")
     assert isinstance(cxx, Cxx)
     source = launcher_source()
-    request = Request("launcher", source.text, source.includes, LAUNCHER_FLAGS, "host-x86-64")
+    request = launcher_request(source)
 
     def identity() -> ToolchainId:
         import tvm_ffi
@@ -64,7 +73,10 @@ def _built_launcher() -> Path:
                    "-ldl", "-o", "launcher.so"]
         return BuildOutput("launcher.so", {"seconds": run_compiler(command, folder, source, "launcher")})
 
-    artifact, _ = fetch(request, identity, build, source)
+    try:
+        artifact, _ = fetch(request, identity, build, source)
+    except ArtifactMissingError as error:
+        raise error.with_command("kernelgen prebuild --spec 'silu_and_mul --x 1,64' --target cpu   # any prebuild builds it too") from None
     return artifact.file("launcher.so")
 
 

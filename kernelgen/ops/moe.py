@@ -54,7 +54,8 @@ def moe(
     dtype; ids (T, k) int32 or int64. w13 and w2 have x's dtype, or are packed (:func:`pack_weight`) int4 or mxfp4, or are fp8
     with float32 ``scale13``, ``scale2``: scalar, (E), per channel (E, N) or (E, N, 1), or blocks (E, ceil(N / 128),
     ceil(K / 128)). Returns (T, H) in x's dtype. Beside fp8 weights the ``generated`` backend rounds a 16-bit x and the
-    activation's result to their fp8 type, with a scale per row, or per 128 of a row where the weights' scales are of blocks.
+    activation's result to their fp8 type, with a scale per row, or per 128 of a row where the weights' scales are of blocks; where
+    a GPU has few tokens (moe/small_cuda, see ``explain``) it multiplies them as they are.
 
     activation   swiglu, geglu, geglu_tanh, reglu, swiglu_oai (``alpha`` 1.702, ``limit`` 7 unless given), or ungated:
                  relu, relu2, gelu, gelu_tanh, silu, identity; ``limit`` clamps gate and up of a gated one

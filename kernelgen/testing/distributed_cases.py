@@ -59,13 +59,18 @@ def bounds_of(experts: int, size: int) -> list[int]:
 
 
 def products_alike(c: dict[str, Any], shares: list[dict[str, Any]], bounds: list[int]) -> bool:
-    """Whether every rank's products are made by the kernels and configurations that the whole layer has in one process."""
-    def products(call: dict[str, Any]) -> dict[str, str]:
+    """Whether every rank's products are made by the kernels and configurations that the whole layer has in one process. Those of few
+    tokens are not: one kernel makes and adds them, and rounds once.
+    """
+    def products(call: dict[str, Any]) -> dict[str, str] | None:
         chosen = kernelgen.explain("moe", **(call | {"shared": None}), backend="generated").chosen
         assert chosen is not None
-        return {name: str(d.chosen) for name, d in getattr(chosen.config, "decisions", ()) if name in ("up", "down")}
+        decisions = getattr(chosen.config, "decisions", None)
+        return None if decisions is None else {name: str(d.chosen) for name, d in decisions if name in ("up", "down")}
 
     whole = products(c)
+    if whole is None:
+        return False
     for r, part in enumerate(shares):
         slots = int(((c["ids"] >= bounds[r]) & (c["ids"] < bounds[r + 1])).sum())
         if slots:

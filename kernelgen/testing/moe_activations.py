@@ -1,4 +1,4 @@
-"""Grouped products with the activations that moe asks for beside gemm's own, for tests of one kernel on a device or its stand-in."""
+"""Products, grouped or not, with the activations that moe asks for beside gemm's own, for tests of a device or its stand-in."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from kernelgen import reference
 from kernelgen.dtypes import dtype_name
 from kernelgen.kernels.base import KernelFamily
-from kernelgen.problems.gemm import GroupedGemmProblem
+from kernelgen.problems.gemm import GemmProblem, GroupedGemmProblem
 from kernelgen.reference.activation import is_gated, split_gate_up
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
-from kernelgen.tensors import GroupedGemmTensors
+from kernelgen.tensors import GemmTensors, GroupedGemmTensors
 from kernelgen.testing.data import poisoned_empty, random_tensor, seed_of
 from kernelgen.testing.tolerance import assert_close_to_reference
 
@@ -42,11 +42,14 @@ def run_activation(
     gated = is_gated(plain_name)
     seed, k, outputs = seed_of(case), 32, 40
     n = outputs * 2 if gated else outputs
+    stops = (5, 5, 22) if family.op == "grouped_gemm" else (22,)
+    groups = tuple(zip((0, *stops), stops))
     a = random_tensor((1, 22, k), dtype, seed=seed, device=device)
-    b = random_tensor((3, n, k), dtype, seed=seed + 1, device=device, scale=3.0).mT
-    ends = torch.tensor([5, 5, 22], dtype=torch.int32, device=device)
-    problem = GroupedGemmProblem(
-        3, 22, n, k, dtype_name(dtype), dtype_name(dtype), dtype_name(dtype), b_order="col", batched_b=True, bias=True,
+    b = random_tensor((len(stops), n, k), dtype, seed=seed + 1, device=device, scale=3.0).mT
+    ends = torch.tensor(stops, dtype=torch.int32, device=device)
+    kind = GroupedGemmProblem if family.op == "grouped_gemm" else GemmProblem
+    problem = kind(
+        len(stops), 22, n, k, dtype_name(dtype), dtype_name(dtype), dtype_name(dtype), b_order="col", batched_b=True, bias=True,
         bias_dtype="fp32", activation=name, gate_up=gate_up)
     assert family.supports(problem, target), family.supports(problem, target)
     chosen = config or next(iter(family.candidates(problem, target)))
@@ -54,7 +57,7 @@ def run_activation(
     kernel = load(family.spec(problem, target, chosen))
     extra = dict(alpha=alpha if name == "swiglu_oai" else None, limit=limit)
     for special in (False, True):
-        bias = random_tensor((3, n), seed=seed + 2)
+        bias = random_tensor((len(stops), n), seed=seed + 2)
         if special:
             gate = torch.tensor([*_SPECIAL, *[1.5] * (outputs - len(_SPECIAL))])
             up = torch.tensor([2.0] * len(_SPECIAL) + [*_SPECIAL] + [3.0] * (outputs - 2 * len(_SPECIAL)))
@@ -63,10 +66,12 @@ def run_activation(
             a = torch.zeros_like(a)
         bias = bias.to(device)
         out = poisoned_empty((1, 22, outputs), dtype, device)
-        tensors = GroupedGemmTensors(a, b, out, ends, bias, alpha=alpha or 0.0, limit=limit or 0.0)
+        numbers: dict[str, Any] = dict(alpha=alpha or 0.0, limit=limit or 0.0)
+        tensors: Any = (GroupedGemmTensors(a, b, out, ends, bias, **numbers) if family.op == "grouped_gemm" else
+                        GemmTensors(a, b, out, bias[0], **numbers))
         family.bind(problem, chosen, kernel, tensors)(tensors)
         values = {compute: torch.cat([a[0, i:j].cpu().to(compute) @ b[g].cpu().to(compute) + bias[g].cpu().to(compute)
-                                      for g, (i, j) in enumerate(((0, 5), (5, 5), (5, 22)))]) for compute in (torch.float64, torch.float32)}
+                                      for g, (i, j) in enumerate(groups)]) for compute in (torch.float64, torch.float32)}
         if special:  # every activation is 0 at -inf, where torch's own formulas multiply that by 0
             values = {compute: _floored(v, gate_up) if gated else v.clamp(min=-1e4) for compute, v in values.items()}
         exact, plain = (reference.apply_activation(v, plain_name, gate_up=gate_up, **extra) for v in values.values())

@@ -172,7 +172,11 @@ def run_permute(case: Rows, family: KernelFamily, target: Target, load: Load, de
     weights = _weights(case, slots, device)
     scale = None if case.scales is None else padded_rows(random_tensor((case.tokens, case.scales), seed=case.seed + 2, device=device), 1)
     rows = poisoned_empty((case.tokens * case.k, case.width), x.dtype, device)
-    scale_rows = None if case.scales is None else poisoned_empty((rows.shape[0], case.scales), device=device)
+    scale_rows = None
+    if case.scales is not None and case.pad:  # a block's scales of all rows side by side
+        scale_rows = poisoned_empty((case.scales, rows.shape[0] + case.pad), device=device).mT[: rows.shape[0]]
+    elif case.scales is not None:
+        scale_rows = poisoned_empty((rows.shape[0], case.scales), device=device)
     problem = MoePermuteProblem(case.tokens, case.k, case.width, case.dtype, case.weights, case.scales, alignment_of(x, rows))
     assert family.supports(problem, target), family.supports(problem, target)
     config = next(iter(family.candidates(problem, target)))

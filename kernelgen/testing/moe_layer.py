@@ -78,7 +78,7 @@ def _rounded(rows: torch.Tensor, recipe: str | None, dtype: torch.dtype) -> torc
 
 def plain(c: dict[str, Any]) -> torch.Tensor:
     """The layer by torch in float32 with the roundings of a kernel: x and the hidden rows to fp8 beside fp8 weights, the hidden rows
-    and the experts' results to x's dtype.
+    and the experts' results to x's dtype. (Where the first product writes codes itself, hidden rows have one rounding less.)
     """
     c = oracle(c)
     x, weights, dtype = c["x"], c["weights"].float(), c["x"].dtype

@@ -78,6 +78,16 @@ void CudaAllowSharedMemory(int64_t kernel, int device, int bytes) {
                "cuKernelSetAttribute(max dynamic shared memory)");
 }
 
+// Puts a kernel on the device. The driver would do it at the first launch, which may be somebody's request.
+void CudaMakeReady(int64_t kernel, int device) {
+  const Driver& driver = Driver::Get();
+  CaptureModeGuard relaxed(driver);
+  ContextGuard context(driver, device, true);
+  CUfunction function = nullptr;
+  driver.Check(driver.KernelGetFunction(&function, reinterpret_cast<CUkernel>(kernel)), "cuKernelGetFunction");
+  if (driver.FuncLoad) driver.Check(driver.FuncLoad(function), "cuFuncLoad");
+}
+
 void CudaLaunch(const Bytes& config, const Bytes& params, int64_t stream) {
   const Driver& driver = Driver::Get();
   LaunchHeader header;
@@ -197,6 +207,7 @@ bool AccumulateLengths(int64_t lengths, int64_t count, int64_t starts) {
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_load, kernelgen::CudaLoad);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_allow_shared_memory, kernelgen::CudaAllowSharedMemory);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_make_ready, kernelgen::CudaMakeReady);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_launch, kernelgen::CudaLaunch);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cpu_launch, kernelgen::CpuLaunch);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_sizes, kernelgen::PlanSizes);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import torch
 import kernelgen
 from kernelgen import settings
 from kernelgen.aot import manifest
-from kernelgen.aot.manifest import encode_line, read_manifest
+from kernelgen.aot.manifest import encode_line, prebuild_command, read_manifest, read_spec, write_manifest
 from kernelgen.aot.plan import plan_of
 from kernelgen.aot.specs import specs_of
 from kernelgen.errors import SettingsError
@@ -32,6 +33,16 @@ PROBLEM = RmsNormProblem(4, 64, "fp32", "fp32")
 def line_of(problem: Any = PROBLEM, target: Target = CPU) -> str:
     family = rmsnorm_cpu.FAMILY
     return encode_line(problem, target, family.name, next(iter(family.candidates(problem, target))))
+
+
+def test_a_written_manifest_replaces_what_was_there(tmp_path: Path) -> None:
+    (tmp_path / "specs.jsonl").write_text(line_of() + "\n")
+    found = read_manifest(tmp_path / "specs.jsonl")
+    (tmp_path / "specs.jsonl").write_text("old")
+    assert write_manifest(tmp_path / "specs.jsonl", [*found, *found]) == 1 and read_manifest(tmp_path / "specs.jsonl") == found
+    with pytest.raises(SettingsError, match="cannot be written"):
+        write_manifest(tmp_path / "none" / "specs.jsonl", found)
+    assert [path.name for path in tmp_path.iterdir()] == ["specs.jsonl"]
 
 
 @pytest.fixture
@@ -53,6 +64,10 @@ def test_everything_that_a_kernel_runs_can_be_recorded(family: KernelFamily, tmp
             config = next(iter(family.candidates(problem, target)))
         lines.append(encode_line(problem, target, family.name, config))
         wanted.append((problem, config, family.spec(problem, target, config)))
+        command = shlex.split(prebuild_command(problem, target, family.name, config))  # what the error of a missing artifact names
+        again = read_spec(command[-1])
+        assert command[:-1] == ["kernelgen", "prebuild", "--spec"] and again.chosen
+        assert (again.problem, again.chosen.config) == (problem, config)
     assert wanted
     path = tmp_path / "specs.jsonl"
     path.write_text("".join(f"{line}\n" for line in [*lines, *lines]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import zipfile
@@ -49,7 +50,6 @@ def test_public_names_exist() -> None:
 
 def test_wheel_holds_every_module_template_and_the_launcher(tmp_path: Path) -> None:
     """Build the wheel as an installer would, from the files git tracks, and compare; at most 1 MB. What only tests run stays outside."""
-    of_tests = tuple(f"kernelgen/testing/{name}/" for name in ("cuda_emulator", "cpu_emulator", "sm90_units"))
     listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True,
                             text=True, check=True).stdout
     tracked = listed.split("\0")
@@ -69,8 +69,14 @@ def test_wheel_holds_every_module_template_and_the_launcher(tmp_path: Path) -> N
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.stat().st_size <= 1_000_000, f"{wheel.stat().st_size} bytes"
     assert "none-linux_x86_64" in wheel.name
-    names = set(zipfile.ZipFile(wheel).namelist())
+    archive = zipfile.ZipFile(wheel)
+    names = set(archive.namelist())
     assert "kernelgen/_lib/launcher.so" in names
+    # Of kernelgen.testing: what others import, and what that imports.
+    imported = {name for path in names if path.endswith(".py")
+                for name in re.findall(r"from kernelgen\.testing\.(\w+) import", archive.read(path).decode())}
+    of_tests = {name for name in names if name.startswith("kernelgen/testing/")}
+    assert of_tests == {"kernelgen/testing/__init__.py", *(f"kernelgen/testing/{name}.py" for name in imported)}
     expected = set()
     for name in filter(None, tracked):
         path = Path(name)
@@ -79,7 +85,7 @@ def test_wheel_holds_every_module_template_and_the_launcher(tmp_path: Path) -> N
             path = Path("kernelgen") / path
         elif top != "kernelgen":
             continue
-        shipped = path.suffix in (".py", ".jinja", ".cuh", ".h", ".cc") and not str(path).startswith(of_tests)
+        shipped = path.suffix in (".py", ".jinja", ".cuh", ".h", ".cc") and not str(path).startswith("kernelgen/testing/")
         if shipped and (ROOT / name).is_file() and not (ROOT / name).is_symlink():
             expected.add(str(path))
     assert expected - names == set()

@@ -18,6 +18,7 @@ from kernelgen.bench.run import run_case
 from kernelgen.bench.tuning import Entry, Search, Tuned
 from kernelgen.bench.workloads.products import (
     RECIPES,
+    BatchedCase,
     GroupedCase,
     ProductCase,
     ProductWorkload,
@@ -77,6 +78,7 @@ def test_regret_is_of_the_first_choice_and_fails_the_check(tmp_path: Path, monke
 def test_entries_are_legal_in_order_and_take_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     work = ProductWorkload(ProductCase("bf16", 512, 4096, 4096), "cuda")
     problem = work.decision_without_operands(H200).problem
+    monkeypatch.setattr(dense_sm90, "FAMILY", replace(dense_sm90.FAMILY, grid=None))
     plain = tuning.entries(problem, H200, only="dense")
     assert [e.rank for e in plain] == list(range(len(plain))) and plain
     assert [e.config for e in plain] == list(dense_sm90.candidates(problem, H200))
@@ -131,8 +133,9 @@ def test_a_decision_needs_no_operands(recipe: str) -> None:
 @pytest.mark.parametrize("case", (
     ProductCase("fp8-row", 300, 2304, 256), ProductCase("fp8-block", 33, 2304, 384), ProductCase("int4", 3, 2304, 256),
     GroupedCase("bf16", "rows", 3, 20, 256, 384), GroupedCase("fp8-block", "masked", 3, 20, 256, 384),
+    BatchedCase(3, 9, 64, 32, "row"), BatchedCase(3, 9, 32, 64, "col"),
 ), ids=str)
-def test_products_are_right_where_the_check_looks(case: ProductCase | GroupedCase) -> None:
+def test_products_are_right_where_the_check_looks(case: ProductCase | GroupedCase | BatchedCase) -> None:
     """More rows and columns than the sample has, so that it comes in two parts."""
     rows = run_case("x", product_workload(case, "cpu"), replace(TINY, samples=1), say=lambda text: None)
     assert rows[0].candidate == "kernelgen" and rows[0].us, rows[0]

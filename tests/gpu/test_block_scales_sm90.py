@@ -46,6 +46,19 @@ def test_dense(config: Config, scales: str) -> None:
         for major in ("rr", "cc"):
             run(Product(m, n, k, scales=scales, scale_major=major), config)
     run(Product(130, 264, 272, "e5m2", scales=scales), config)
+    run(Product(60, 264, 35 * 128, scales=scales, scale_major="cc"), config)  # columns' scales: 32 blocks of k at a time
+
+
+@pytest.mark.parametrize("scales", RECIPES)
+@pytest.mark.parametrize("config", (Config(1, 2, 112, 4, split_k=2), Config(1, 1, 64, 8, split_k=4),
+                                    Config(1, 2, 128, 4, parts=2, split_k=2), Config(1, 2, 88, 4, split_k=2),
+                                    Config(1, 1, 48, 4, resident=2)), ids=str)
+def test_shares_of_k(config: Config, scales: str) -> None:
+    for m, n, k in ((256, 384, 512), (37, 200, 1168), (300, 1000, 656), (130, 8, 1168)):
+        for major in ("rr", "cc"):
+            run(Product(m, n, k, scales=scales, scale_major=major), config)
+    if config.block_n % 16 == 0:
+        run(Product(130, 768, 656, scales=scales, activation="swiglu", gate_up="interleaved", bias="bf16", c="fp32", beta=-0.5), config)
 
 
 @pytest.mark.parametrize("scales", RECIPES)

@@ -14,6 +14,7 @@ from kernelgen.kernels.gemm.dense_sm90 import Config
 from kernelgen.targets import target_of
 from kernelgen.testing.grouped_products import Grouped, run_grouped
 from kernelgen.testing.mma_products import Product
+from kernelgen.testing.moe_activations import CASES, run_activation
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
 
@@ -63,6 +64,15 @@ def test_configs(grouping: str, config: Config) -> None:
                 run(filled(grouping, sizes, Product(264, n, 336, scales=scales)), PROMOTED[config])
 
 
+@pytest.mark.parametrize("config", PROMOTED.values(), ids=str)
+@pytest.mark.parametrize("grouping", ("rows", "masked"))
+def test_scales_that_the_copy_engine_brings(grouping: str, config: Config) -> None:
+    """Rows of scale_a one behind the other, in multiples of four: boxes of groups that begin anywhere; more than 32 blocks of k."""
+    for sizes, k in (((201, 0, 58, 193, 4), 656), ((1, 2, 0, 5), 35 * 128), ((130,), 128)):
+        spare = -sum(sizes) % 4 or 4
+        run(Grouped(grouping, sizes, Product(264, 392, k, scales="block_128x128", scale_major="cc"), spare=spare), config)
+
+
 @pytest.mark.parametrize("grouping", ("rows", "masked", "k"))
 @pytest.mark.parametrize("activation, gate_up", (
     ("gelu", "gate_first"), ("swiglu", "gate_first"), ("geglu", "up_first"), ("swiglu", "interleaved")))
@@ -72,6 +82,12 @@ def test_epilogues(grouping: str, activation: str, gate_up: str) -> None:
             continue
         product = Product(56, 256, 256, a, scales=scales, activation=activation, gate_up=gate_up, bias="fp32", c="bf16", beta=0.5)
         run(filled(grouping, (30, 0, 150, 1), product), PROMOTED[SQUARE] if scales else SQUARE)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]} {c[2]} {c[4]}")
+def test_activations_of_moe(case: tuple) -> None:
+    for config in (WIDE, SQUARE, TALL, THREE):
+        run_activation(case, torch.bfloat16, FAMILY, target_of("cuda"), build.kernel, config, "cuda")
 
 
 @pytest.mark.parametrize("grouping", ("rows", "masked", "k"))

@@ -31,6 +31,7 @@ CASES: dict[str, Callable[[int], dict[str, Any]]] = {
     "clamped": lambda t: cuda(t, 8, 2, 256, 192, seed=t, scale=5.0) | {"limit": 2.0},
     "llama4": lambda t: cuda(t, 16, 1, 512, 256, seed=t) | {"weights_on_input": True},
     "deepseek fp8": lambda t: quantize_experts(cuda(t, 64, 8, 512, 256, seed=t), "block_128x128", "block_128x128"),
+    "fp8 codes": lambda t: quantize_experts(cuda(t, 64, 8, 256, 384, seed=t), "block_128x128", "block_128x128"),
     "fp8 channels": lambda t: quantize_experts(cuda(t, 16, 4, 384, 128, seed=t), "channel", "channel"),
     "fp8 tensors": lambda t: quantize_experts(cuda(t, 16, 4, 384, 128, FP16, seed=t), "tensor", "expert"),
     "fp8 odd": lambda t: quantize_experts(cuda(t, 5, 2, 200, 136, seed=t), "block_128x128", "channel"),
@@ -39,6 +40,15 @@ CASES: dict[str, Callable[[int], dict[str, Any]]] = {
     "gpt-oss": lambda t: pack_experts(cuda(t, 32, 4, 320, 320, activation="swiglu_oai", biases=BF16, seed=t), "mxfp4") | {
         "gate_up": "interleaved"},
 }
+
+
+def test_first_product_writes_codes() -> None:
+    """On Hopper, where its tiles fill the chip."""
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    for name, codes in (("fp8 codes", hopper), ("fp8 channels", False)):
+        chosen = kernelgen.explain("moe", **CASES[name](200), backend="generated").chosen
+        assert chosen is not None
+        assert ("quantize_hidden" in dict(chosen.config.decisions)) is not codes, name
 
 
 @pytest.mark.parametrize("name", CASES)

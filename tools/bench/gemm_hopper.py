@@ -32,11 +32,18 @@ from kernelgen.bench.protocol import Protocol  # noqa: E402
 from kernelgen.bench.results import Results, Row  # noqa: E402
 from kernelgen.bench.run import run_case  # noqa: E402
 from kernelgen.bench.targets import Figure, Published, Target, standing, table  # noqa: E402
-from kernelgen.bench.workloads.products import ROWS, SHAPES, GroupedCase, ProductCase, product_workload  # noqa: E402
+from kernelgen.bench.workloads.products import (  # noqa: E402
+    ROWS,
+    SHAPES,
+    BatchedCase,
+    GroupedCase,
+    ProductCase,
+    product_workload,
+)
 from kernelgen.targets import Target as Machine  # noqa: E402
 from kernelgen.targets import target_of  # noqa: E402
 
-Case = ProductCase | GroupedCase
+Case = ProductCase | GroupedCase | BatchedCase
 _JSON = Path(__file__).parent / "results" / "h200_gemm_hopper.json"
 _BASELINE = "baseline"  # suite of what only scales published figures
 
@@ -45,6 +52,8 @@ _CONTIGUOUS = ((4, 8192, 4096, 7168), (4, 8192, 7168, 2048), (8, 4096, 4096, 716
                (32, 256, 7168, 2048))
 _MASKED = ((32, 20, 6144, 7168), (32, 20, 7168, 3072), (32, 192, 6144, 7168), (32, 192, 7168, 3072), (6, 1024, 6144, 7168),
            (6, 1024, 7168, 3072))
+# Of DeepSeek-V3's attention: queries to the latent, and the latent's results to values.
+_BATCHED = tuple(BatchedCase(128, m, n, k, order) for n, k, order in ((512, 128, "row"), (128, 512, "col")) for m in (1, 8, 64, 128, 1024))
 _INT4 = tuple(ProductCase("int4", m, 8192, 8192) for m in (1, 2, 4, 8, 16))
 
 
@@ -58,9 +67,9 @@ def parts(lists: Sequence[str], rows: Sequence[int]) -> dict[str, list[Case]]:
         "bf16": [*_dense("bf16", lists, rows), ProductCase("bf16", 8192, 8192, 8192)],
         "fp8-row": _dense("fp8-row", lists, rows), "fp8-row-fast": _dense("fp8-row-fast", lists, rows),
         "fp8-block": _dense("fp8-block", lists, rows),
-        "grouped": [GroupedCase(recipe, "rows", *s) for recipe in ("bf16", "fp8-row", "fp8-block") for s in _CONTIGUOUS],
+        "grouped": [GroupedCase(recipe, "rows", *s) for recipe in ("fp8-block", "bf16", "fp8-row") for s in _CONTIGUOUS],
         "masked": [GroupedCase("fp8-block", form, *s) for s in _MASKED for form in ("masked", *(["padded"] if s[1] == 20 else []))],
-        "int4": list(_INT4),
+        "int4": list(_INT4), "batched": list(_BATCHED),
     }
 
 
@@ -109,6 +118,7 @@ TARGETS = (
     *(Target(f"grouped {recipe}", _grouped("rows", recipe), mean=1.0, point=0.98) for recipe in ("bf16", "fp8-row", "fp8-block")),
     Target("masked fp8-block", _grouped("masked"), point=1.0),
     Target("masked against padded to 128 rows", lambda c: isinstance(c, tuple), point=1.2),
+    Target("batched bf16, MLA's absorbed weights", lambda c: isinstance(c, BatchedCase), mean=1.0),
     Target("int4 weight, M <= 16", lambda c: isinstance(c, ProductCase) and c.recipe == "int4", most=(1.25, 4.0)),
 )
 

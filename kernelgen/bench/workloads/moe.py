@@ -100,18 +100,29 @@ class MoeWorkload(Workload):
         s = self.shape = MOE_SHAPES[case.model]
         self.flops = 6.0 * case.tokens * s.k * s.hidden * s.inner
         element = {"bf16": 2.0, "fp8-block": 1 + 4 / 128**2, "mxfp4": 0.5 + 1 / 32}[case.recipe]
-        touched = s.experts * (1 - (1 - 1 / s.experts) ** (case.tokens * s.k))  # on average, by random routing
+        touched = s.experts * (1 - (1 - s.k / s.experts) ** case.tokens)  # on average, by random routing
         experts = 3 * s.hidden * s.inner * element
         self.traffic = int(touched * experts + 4 * case.tokens * s.hidden)
-        self.set_bytes = int(s.experts * experts)
+        self.set_bytes = int((touched if device == "cuda" else s.experts) * experts)
+        self._experts: tuple[Any, ...] = ()
 
     def operands(self, generator: torch.Generator) -> MoeOperands:
+        """Tokens and their routing; on a GPU beside the experts of the first set: others are touched then, and L2 holds few of them."""
+        c, s = self.case, self.shape
+        x = normal((c.tokens, s.hidden), torch.bfloat16, generator)
+        weights, ids = kernelgen.route(normal((c.tokens, s.experts), torch.float32, generator), s.k)
+        experts = self._experts or self._new_experts(generator)
+        if self.device == "cuda":
+            self._experts = experts
+        w13, w2, scale13, scale2, bias13, bias2 = experts
+        return MoeOperands(x, w13, w2, weights, ids, scale13, scale2, bias13, bias2, torch.empty_like(x))
+
+    def _new_experts(self, generator: torch.Generator) -> tuple[Any, ...]:
+        """w13, w2, scales, biases."""
         c, s, bf16 = self.case, self.shape, torch.bfloat16
-        x = normal((c.tokens, s.hidden), bf16, generator)
         w13 = normal((s.experts, 2 * s.inner, s.hidden), bf16, generator).mul_(s.hidden**-0.5)
         w2 = normal((s.experts, s.hidden, s.inner), bf16, generator).mul_(s.inner**-0.5)
-        weights, ids = kernelgen.route(normal((c.tokens, s.experts), torch.float32, generator), s.k)
-        none = x.new_empty(0)
+        none = w13.new_empty(0)
         experts: list[Any] = [w13, w2]
         scales = biases = [none, none]
         if c.recipe == "fp8-block":
@@ -120,7 +131,7 @@ class MoeWorkload(Workload):
             experts = [_packed(w) for w in (w13, w2)]
         if s.activation == "swiglu_oai":
             biases = [normal(tuple(w.shape[:2]), bf16, generator) for w in (w13, w2)]
-        return MoeOperands(x, experts[0], experts[1], weights, ids, scales[0], scales[1], biases[0], biases[1], torch.empty_like(x))
+        return (*experts, *scales, *biases)
 
     def _options(self, o: MoeOperands) -> dict[str, Any]:
         s = self.shape

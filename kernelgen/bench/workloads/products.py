@@ -24,7 +24,7 @@ from kernelgen.targets import Target
 from kernelgen.tensors import GemmTensors
 from kernelgen.testing.tolerance import Comparison, compare
 
-BLOCK, INT4_GROUP = 128, 128
+BLOCK, INT4_GROUP, MX_GROUP = 128, 128, 32
 _SAMPLE = 128  # rows of an output, and _SAMPLE_COLUMNS columns, that the check looks at: half of them at either end
 _SAMPLE_COLUMNS = 2048
 
@@ -46,7 +46,9 @@ class Recipe:
     @property
     def weight_bytes(self) -> float:
         """Of an element of b, its scale included."""
-        return 0.5 + DTYPES[self.dtype].bytes / INT4_GROUP if self.weight else DTYPES[self.dtype].bytes
+        if self.weight is None:
+            return DTYPES[self.dtype].bytes
+        return 0.5 + (1 / MX_GROUP if self.weight == "mxfp4" else DTYPES[self.dtype].bytes / INT4_GROUP)
 
     @property
     def ulps(self) -> Callable[[int], float]:
@@ -64,7 +66,7 @@ RECIPES: dict[str, Recipe] = {
         Recipe("fp8-tensor", "e4m3", "tensor"), Recipe("fp8-tensor-fast", "e4m3", "tensor", "fast"),
         Recipe("fp8-row", "e4m3", "row"), Recipe("fp8-row-fast", "e4m3", "row", "fast"),
         Recipe("fp8-block", "e4m3", "block_128x128"), Recipe("fp8-block-1x128", "e4m3", "block_1x128"),
-        Recipe("int4", "bf16", weight="int4"),
+        Recipe("int4", "bf16", weight="int4"), Recipe("mxfp4", "bf16", weight="mxfp4"),
     )
 }
 
@@ -114,6 +116,24 @@ class GroupedCase:
         return f"grouped[{self.recipe} {self.form} groups={self.groups} rows={self.rows} n={self.n} k={self.k}]"
 
 
+@dataclass(frozen=True)
+class BatchedCase:
+    """``batch`` products, as MLA absorbs its weights: one for each head, whose rows lie between those of the other heads, (M, batch, K).
+
+    b_order  "row": weights (batch, K, N); "col": (batch, N, K)
+    """
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    b_order: str
+    recipe: str = "bf16"
+
+    def __str__(self) -> str:
+        return f"gemm[{self.recipe} batch={self.batch} m={self.m} n={self.n} k={self.k} {self.b_order}]"
+
+
 class Operands(NamedTuple):
     """``scale_a_rows``: scale_a with its rows contiguous, for a peer that wants it so. ``ends``: of groups, or their counts."""
 
@@ -145,11 +165,17 @@ class Maker:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def int4(self, n: int, k: int, dtype: torch.dtype) -> PackedWeight:
-        shape = (n, k // 2)
-        codes = (self.empty(shape, torch.uint8) if self.generator is None
-                 else torch.randint(0, 256, shape, device=self.device, generator=self.generator, dtype=torch.uint8))
-        return PackedWeight("int4", (n, k), INT4_GROUP, codes, self.scales((n, k // INT4_GROUP)).to(dtype))
+    def bytes(self, shape: tuple[int, ...], low: int, high: int) -> torch.Tensor:
+        if self.generator is None:
+            return self.empty(shape, torch.uint8)
+        return torch.randint(low, high, shape, device=self.device, generator=self.generator, dtype=torch.uint8)
+
+    def packed(self, form: str, n: int, k: int, dtype: torch.dtype) -> PackedWeight:
+        """Random codes; scales of 0.5 - 1.5, or powers of two from 1/16 to 8."""
+        codes = self.bytes((n, k // 2), 0, 256)
+        if form == "mxfp4":
+            return PackedWeight(form, (n, k), MX_GROUP, codes, self.bytes((n, k // MX_GROUP), 123, 131))
+        return PackedWeight(form, (n, k), INT4_GROUP, codes, self.scales((n, k // INT4_GROUP)).to(dtype))
 
     def scale_pair(self, recipe: str | None, m: int, n: int, k: int, lead: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
         """scale_a, scale_b and scale_a_rows. Blocks of a lie M-contiguous, those of b K-contiguous: as torch wants them."""
@@ -208,7 +234,7 @@ class ProductWorkload(_Products):
 
     def made(self, maker: Maker) -> Operands:
         c, dtype = self.case, DTYPES[self.recipe.dtype].torch
-        b = maker.int4(c.n, c.k, dtype) if self.recipe.weight else maker.values((c.n, c.k), dtype).t()
+        b = maker.packed(self.recipe.weight, c.n, c.k, dtype) if self.recipe.weight else maker.values((c.n, c.k), dtype).t()
         return Operands(maker.values((c.m, c.k), dtype), b, maker.empty((c.m, c.n), self.recipe.out),
                         **maker.scale_pair(self.recipe.scales, c.m, c.n, c.k))
 
@@ -292,7 +318,45 @@ class GroupedWorkload(_Products):
         return compare(torch.cat(got), torch.cat(exact), torch.cat(plain), what=self.problem, ulps=self.recipe.ulps(c.k))
 
 
-def product_workload(case: ProductCase | GroupedCase, device: str) -> ProductWorkload | GroupedWorkload:
+class BatchedWorkload(_Products):
+    op = "gemm"
+
+    def __init__(self, case: BatchedCase, device: str) -> None:
+        self.case, self.device, self.recipe, self.problem = case, device, RECIPES[case.recipe], str(case)
+        c = case
+        self.flops = 2.0 * c.batch * c.m * c.n * c.k
+        self.traffic = self.set_bytes = c.batch * (c.m * c.k + c.k * c.n + c.m * c.n) * self.recipe.out.itemsize
+
+    def made(self, maker: Maker) -> Operands:
+        c, dtype = self.case, DTYPES[self.recipe.dtype].torch
+        row = c.b_order == "row"
+        b = maker.values((c.batch, c.k, c.n) if row else (c.batch, c.n, c.k), dtype)
+        a, out = maker.values((c.m, c.batch, c.k), dtype), maker.empty((c.m, c.batch, c.n), self.recipe.out)
+        return Operands(a.transpose(0, 1), b if row else b.mT, out.transpose(0, 1))
+
+    def arguments(self, o: Operands) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (o.a, o.b), {}
+
+    def candidates(self) -> list[Candidate]:
+        return [Candidate("kernelgen", self.call, peer=False), Candidate("torch", lambda o: torch.bmm(o.a, o.b, out=o.out))]
+
+    def check(self, operands: Operands, result: torch.Tensor) -> Comparison:
+        """The first and the last entry."""
+        from kernelgen import reference
+
+        rows = _ends(self.case.m, _SAMPLE, 1, result.device)
+        a, b, got = (x[[0, -1]] for x in (operands.a[:, rows], operands.b, result[:, rows]))
+        exact = reference.gemm(a, b)
+        assert isinstance(exact, torch.Tensor)
+        return compare(got, exact, reference.gemm_plain(a, b, out_dtype=self.recipe.out), what=self.problem)
+
+
+Workloads = ProductWorkload | GroupedWorkload | BatchedWorkload
+
+
+def product_workload(case: ProductCase | GroupedCase | BatchedCase, device: str) -> Workloads:
+    if isinstance(case, BatchedCase):
+        return BatchedWorkload(case, device)
     return ProductWorkload(case, device) if isinstance(case, ProductCase) else GroupedWorkload(case, device)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernelgen import build
-from kernelgen.errors import SettingsError, ShapeError
+from kernelgen.errors import ArtifactMissingError, SettingsError, ShapeError
 from kernelgen.kernels.attention.schedule import item_bound
 from kernelgen.launch.cuda import CudaKernel
 from kernelgen.params import ParamStruct
@@ -33,6 +33,7 @@ PARAMS = ParamStruct((
     ("max_rows", "i32"), ("max_keys", "i32"),
 ))
 THREADS = 1024
+_ANY_PLAN = "paged_attention --q-heads 1 --kv-heads 1 --head-dim 64 --batch 1 --kv-len 16 --device-kv-lens"
 
 
 def spec(target: Target) -> KernelSpec:
@@ -42,7 +43,11 @@ def spec(target: Target) -> KernelSpec:
 
 @lru_cache(maxsize=16)
 def _launch(index: int) -> Callable[[bytes], None]:
-    kernel = build.kernel(spec(target_of(torch.device("cuda", index))))
+    target = target_of(torch.device("cuda", index))
+    try:
+        kernel = build.kernel(spec(target))
+    except ArtifactMissingError as error:  # it comes with any plan whose lengths are on the device
+        raise error.with_command(f"kernelgen prebuild --spec '{_ANY_PLAN}' --target {target.arch}") from None
     assert isinstance(kernel, CudaKernel)
     return kernel.prepare(index, grid=(1, 1, 1), block=(THREADS, 1, 1))
 

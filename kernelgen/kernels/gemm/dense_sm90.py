@@ -13,20 +13,26 @@ from typing import Any, NamedTuple
 
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
+from kernelgen.kernels.gemm.requantize import Requantization
 from kernelgen.kernels.gemm.sm90 import (
     BLOCK_RECIPES,
     MMA_ROWS,
     POINTERS,
     ROW_BYTES,
+    Quantize,
     addresses,
     depth,
     kind_of_sums,
     options,
     promotes,
+    quantized,
+    quantizes,
+    requantized,
     round_up,
     scalars,
     splits,
     supports_common,
+    unquantized,
     words,
 )
 from kernelgen.kernels.tensor_map import tensor_map
@@ -39,17 +45,20 @@ from kernelgen.verdicts import Verdict, first_no
 
 # struct DenseSm90Params of dense_params.cuh.
 PARAMS = ParamStruct((
-    *((name, "ptr") for name in (*POINTERS, "ends")), *((name, "i64") for name in (
-        "c_batch", "c_row", "out_batch", "out_row", "bias_batch", "scale_a_batch", "scale_b_batch")),
+    *((name, "ptr") for name in (*POINTERS, "out_scale", "ends")), *((name, "i64") for name in (
+        "c_batch", "c_row", "out_batch", "out_row", "bias_batch", "scale_a_batch", "scale_b_batch", "out_scale_batch", "out_scale_row",
+        "out_scale_block")),
     *((name, "i32") for name in (
         "m", "n", "k", "tiles_m", "tiles_n", "tiles", "groups", "batched_a", "batched_b", "scale_a_row", "scale_a_block",
-        "scale_b_column", "scale_b_block")), ("beta", "f32"),
-), tensor_maps=("map_a", "map_b", "map_out", "map_rest"))
+        "scale_b_column", "scale_b_block", "scales_by_tma")), *((name, "f32") for name in ("beta", "alpha", "limit")),
+), tensor_maps=("map_a", "map_b", "map_out", "map_rest", "map_scales"))
 ENTRY = "gemm_dense_sm90"
 
 _SLAB_BYTES = MMA_ROWS * ROW_BYTES
 # Accumulators that leave a consumer's 240, 232 or 160 registers room for addresses and the epilogue.
 _MAX_SUMS = {1: 200, 2: 200, 3: 112}
+_MAX_RESIDENT_SUMS = {1: 200, 2: 96}  # of two blocks in an SM: ptxas gives a thread 128 registers
+_RESERVED_SHARED_MEMORY = 1024  # per block, taken by the driver
 
 
 @dataclass(frozen=True)
@@ -66,6 +75,8 @@ class Config:
     slabs      of 64 rows of 128 bytes per consumer, through which the output leaves
     parts      of the columns, one promoted product each: two lie in as many registers as one whole, and the tensor core fills one
                while the other is added to the totals
+    split_k    blocks of a cluster that share K, and add up in a fixed order; one tile each, for tiles that do not fill the chip
+    resident   blocks of an SM, of one consumer each: the epilogue of one runs beside the products of another
     """
 
     mma_m: int
@@ -78,12 +89,16 @@ class Config:
     pingpong: bool = False
     slabs: int = 2
     parts: int = 1
+    split_k: int = 1
+    resident: int = 1
 
     def __str__(self) -> str:
         words = f"{self.block_m}x{self.block_n} g{self.consumers} s{self.stages} c{self.cluster_m}x{self.cluster_n}"
         words += f" r{self.band_rows}" if self.band_rows != 8 else ""
         words += " pingpong" if self.pingpong else ""
         words += f" p{self.parts}" if self.parts != 1 else ""
+        words += f" k{self.split_k}" if self.split_k != 1 else ""
+        words += f" x{self.resident}" if self.resident != 1 else ""
         return words + (f" b{self.slabs}" if self.slabs != 2 else "")
 
     @property
@@ -92,27 +107,46 @@ class Config:
 
     @property
     def blocks(self) -> int:
-        return self.cluster_m * self.cluster_n
+        """Of a cluster."""
+        return self.cluster_m * self.cluster_n * self.split_k
 
     def tma_out(self, gated: bool) -> bool:
         """The output leaves in slabs of 128 bytes of a row, the last of a multiple of 16 columns."""
-        return self.block_n // (2 if gated else 1) % 16 == 0
+        return self.split_k == 1 and self.outputs(gated) % 16 == 0
+
+    def outputs(self, gated: bool) -> int:
+        """Columns of the output in a tile."""
+        return self.block_n // (2 if gated else 1)
 
 
 def shared_memory(problem: GemmProblem, config: Config) -> int:
     """Dynamic shared memory in bytes of a launch: DenseSm90::kSharedBytes of the header."""
     p, c = problem, config
     slabs = c.consumers * c.slabs * _SLAB_BYTES if c.tma_out(p.gated) else 0
-    stage = (c.block_m + c.block_n) * ROW_BYTES + round_up(4 * _scales_of_stage(p, c), 128)
-    return c.stages * stage + slabs + round_up(2 * c.stages * 8, 128)
+    stage = (c.block_m + c.block_n) * ROW_BYTES + _bytes_of_scales(p, c)
+    return max(c.stages * stage + slabs, _left_sums(p, c)) + round_up(2 * c.stages * 8, 128)
 
 
-def _scales_of_stage(problem: GemmProblem, config: Config) -> int:
-    """Scales of blocks that a stage holds: of each row, and each run of columns that share one wherever a tile begins."""
+def _left_sums(problem: GemmProblem, config: Config) -> int:
+    """Bytes of the sums that blocks which share K leave for each other: in pieces of 64 rows of 16 outputs."""
+    c, pair = config, 2 if problem.gated else 1
+    return c.block_m * 4 * pair * round_up(c.block_n // pair, 16) if c.split_k > 1 else 0
+
+
+def _box_of_scales(problem: GemmProblem, config: Config) -> int:
+    """Rows of a box of scale_a; those of groups may begin anywhere within four."""
+    rows = config.block_m if config.block_m <= 192 else config.block_m // 2
+    return rows + (4 if problem.op == "grouped_gemm" else 0)
+
+
+def _bytes_of_scales(problem: GemmProblem, config: Config) -> int:
+    """What a stage holds of scales of blocks: of each row, and each run of columns that share one wherever a tile begins."""
     if problem.scales not in BLOCK_RECIPES:
         return 0
-    width = config.block_n // (2 if splits(problem) else 1)
-    return config.block_m + config.block_n // math.gcd(width, BLOCK_RECIPES[problem.scales])
+    c = config
+    width = c.block_n // (2 if splits(problem) else 1)
+    rows = (1 if c.block_m <= 192 else 2) * round_up(4 * _box_of_scales(problem, c), 128)
+    return round_up(rows + 4 * (c.block_n // math.gcd(width, BLOCK_RECIPES[problem.scales])), 128)
 
 
 def supports(problem: GemmProblem, target: Target) -> Verdict:
@@ -128,6 +162,8 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
     sums += c.block_n // 8 if problem.scales == "block_1x128" else 0  # scales of columns, read while sums are added
     half = problem.n // 2
     shared = shared_memory(problem, c)
+    limit = min(_MAX_SUMS.get(c.consumers, 0), _MAX_RESIDENT_SUMS.get(c.resident, 0))
+    per_block = (target.shared_memory_per_block + _RESERVED_SHARED_MEMORY) // c.resident - _RESERVED_SHARED_MEMORY
     boxes_b = max(c.cluster_m, 2 if splits(problem) else 1)
     mn_boxes = (c.block_n // MMA_ROWS, boxes_b) if problem.b_order == "row" else (c.block_n // 8, boxes_b)
     return first_no(
@@ -137,17 +173,27 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
          f"config {c}: only promoted sums are taken in parts, of a multiple of 8 columns"),
         (c.slabs in (1, 2, 4), f"config {c}: 1, 2 or 4 slabs"),
         (c.cluster_m in (1, 2) and c.cluster_n in (1, 2), f"config {c}: clusters of up to 2 x 2"),
+        (c.split_k in (1, 2, 4, 8), f"config {c}: 1, 2, 4 or 8 blocks share K"),
+        (c.split_k == 1 or c.blocks == c.split_k and not c.pingpong,
+         f"config {c}: blocks that share K have one tile, and nothing to multicast or to take turns in"),
+        (c.split_k == 1 or not quantizes(problem), f"config {c}: blocks that share K write no codes"),
+        (c.split_k <= -(-problem.k // depth(problem)),
+         f"config {c}: a K of {problem.k} has less than a step of {depth(problem)} for each of the blocks that share it"),
+        (c.resident == 1 or c.resident in _MAX_RESIDENT_SUMS and c.consumers == 1,
+         f"config {c}: up to 2 blocks of an SM, of one consumer each"),
         (c.block_n % 8 == 0 and 8 <= c.block_n <= 256, f"block_n {c.block_n}: WGMMA has 8 to 256 columns in steps of 8"),
+        (c.consumers < 3 or c.block_n <= 192, f"block_n {c.block_n}: ptxas gives a product of three consumers 128 registers"),
+        (problem.a_order == "row" or c.block_m % (MMA_ROWS * c.cluster_n) == 0, f"config {c}: columns of a are loaded by 64 rows"),
         (problem.b_order == "col" or c.block_n % MMA_ROWS == 0, f"block_n {c.block_n}: rows of b are loaded by 64 columns"),
         (mn_boxes[0] % mn_boxes[1] == 0, f"block_n {c.block_n} does not fall into {boxes_b} boxes"),
         (c.block_m // c.cluster_n <= 256, f"config {c}: a box has at most 256 rows"),
         (not problem.gated or c.block_n % 16 == 0, f"block_n {c.block_n}: a gate needs a multiple of 16"),
+        (not quantizes(problem) or c.outputs(problem.gated) % 128 == 0,
+         f"config {c}: a tile's {c.outputs(problem.gated)} outputs are no multiple of the 128 that share a scale"),
         (not (splits(problem) and problem.scales == "block_128x128") or half % math.gcd(c.block_n // 2, 128) == 0,
          f"block_n {c.block_n}: a scale's columns would end within a tile's of the up half, which begins at {half}"),
-        (sums <= _MAX_SUMS[c.consumers], f"config {c} has {sums} accumulators per thread, at most {_MAX_SUMS[c.consumers]} leave room "
-                                         "for the rest"),
-        (shared <= target.shared_memory_per_block, f"config {c} needs {shared} bytes of shared memory, {target} has "
-                                                   f"{target.shared_memory_per_block}"),
+        (sums <= limit, f"config {c} has {sums} accumulators per thread, at most {limit} leave room for the rest"),
+        (shared <= per_block, f"config {c} needs {shared} bytes of shared memory, {target} has {per_block} per block"),
     )
 
 
@@ -171,6 +217,7 @@ MEASURED: dict[str, tuple[Measured, ...]] = {
         Measured(Config(1, 2, 208, 4), 0.545, 1.3),
         Measured(Config(1, 2, 192, 4), 0.511, 1.2),
         Measured(Config(1, 2, 160, 5), 0.440, 1.1),
+        Measured(Config(1, 2, 144, 5), 0.400, 1.1),  # between its neighbours; four of them are 576 columns
         Measured(Config(2, 2, 176, 4, pingpong=True), 0.472, 0.1),
         Measured(Config(2, 2, 128, 5, pingpong=True), 0.343, 0.1),
         Measured(Config(1, 2, 128, 6), 0.361, 1.1),
@@ -179,24 +226,75 @@ MEASURED: dict[str, tuple[Measured, ...]] = {
         Measured(Config(1, 1, 64, 10), 0.184, 0.6),
     ),
     "promoted": (
-        Measured(Config(2, 2, 128, 4, parts=2), 0.858, 2.56),
-        Measured(Config(1, 2, 192, 4, parts=2), 0.623, 2.10),
-        Measured(Config(1, 2, 176, 4, parts=2), 0.570, 2.61),
-        Measured(Config(1, 2, 160, 5, parts=2), 0.524, 2.34),
+        Measured(Config(2, 2, 128, 4, parts=2), 0.800, 2.56),
+        Measured(Config(1, 2, 192, 4, parts=2), 0.600, 2.10),
+        Measured(Config(1, 2, 176, 4, parts=2), 0.545, 2.61),
+        Measured(Config(1, 2, 160, 5, parts=2), 0.505, 2.34),
         Measured(Config(1, 2, 128, 6), 0.397, 2.15),
         Measured(Config(1, 1, 128, 8), 0.297, 1.39),
         Measured(Config(1, 2, 64, 8), 0.318, 0.87),
         Measured(Config(1, 1, 64, 10), 0.186, 1.18),
     ),
-    "blocks": (
-        Measured(Config(2, 2, 128, 4, parts=2, slabs=1), 1.094, 0.75),
-        Measured(Config(1, 2, 192, 4, parts=2), 0.746, 0.44),
-        Measured(Config(1, 2, 160, 5, parts=2), 0.685, 0.46),
-        Measured(Config(1, 2, 128, 5), 0.497, 0.66),
-        Measured(Config(1, 1, 128, 8), 0.329, 0.37),
-        Measured(Config(1, 1, 64, 10), 0.243, 0.27),
+    "blocks": (  # the first three by the run of results/tried/h200_gemm_blocks.json, the others scaled like them
+        Measured(Config(2, 2, 128, 4, parts=2, slabs=1), 0.870, 2.2),
+        Measured(Config(1, 2, 192, 4, parts=2), 0.630, 1.5),
+        Measured(Config(1, 2, 128, 5), 0.430, 1.0),
+        Measured(Config(1, 2, 160, 5, parts=2), 0.600, 1.3),
+        Measured(Config(1, 1, 128, 8), 0.286, 0.6),
+        Measured(Config(1, 1, 64, 10), 0.210, 0.5),
     ),
 }
+
+# Beside them, for an output with a scale for 128 of a row, which a tile must hold: 256 columns of b where it is gated. In groups, with
+# swiglu (2026-11-30, results/tried/h200_moe_codes.json); the last, for scales of single columns, is estimated.
+QUANTIZING: dict[str, tuple[Measured, ...]] = {
+    "blocks": (Measured(Config(1, 2, 256, 4, parts=4), 1.00, 1.4), Measured(Config(1, 2, 256, 4, parts=8, slabs=1), 1.27, 2.4),
+               Measured(Config(1, 1, 256, 5, parts=4), 0.55, 2.7), Measured(Config(1, 2, 128, 5, parts=2), 0.53, 0.7)),
+}
+
+
+# The same for 129 - 1023 rows of 16 bits, where the clock is higher and tiles are few: a fit to 34 problems of M 192 - 768, whose choices
+# are within 0.5 % of the best of what was searched in the mean, 5 at worst (docs/design/hopper.md; tools/tune.py).
+MIDDLE: tuple[Measured, ...] = (
+    Measured(Config(1, 2, 256, 4), 0.733, 2.04),
+    Measured(Config(2, 2, 128, 4), 0.733, 1.94),
+    Measured(Config(1, 2, 224, 4), 0.652, 1.60),
+    Measured(Config(1, 3, 176, 4, slabs=1), 0.666, 2.28),
+    Measured(Config(1, 2, 208, 4), 0.592, 1.73),
+    Measured(Config(1, 2, 192, 4), 0.541, 1.69),
+    Measured(Config(1, 2, 160, 5), 0.449, 1.39),
+    Measured(Config(2, 2, 176, 4, pingpong=True), 0.498, 1.15),
+    Measured(Config(2, 2, 128, 6, pingpong=True), 0.365, 0.90),
+    Measured(Config(1, 2, 128, 6), 0.354, 1.53),
+    Measured(Config(1, 1, 128, 8), 0.203, 1.24),
+    Measured(Config(1, 2, 64, 8), 0.230, 0.87),
+    Measured(Config(1, 1, 64, 10), 0.157, 0.64),
+    Measured(Config(1, 1, 96, 10, split_k=4), 0.215, 4.18),
+    Measured(Config(1, 3, 112, 5, slabs=1, split_k=2), 0.519, 2.83),
+    Measured(Config(2, 2, 176, 5, pingpong=True), 0.530, 0.66),
+    Measured(Config(1, 2, 192, 6, pingpong=True), 0.293, 1.80),
+    Measured(Config(1, 1, 192, 7, split_k=4), 0.332, 4.90),
+    Measured(Config(1, 1, 64, 10, split_k=4), 0.176, 3.57),
+    Measured(Config(1, 3, 128, 5, slabs=1), 0.548, 2.28),
+    Measured(Config(1, 3, 80, 6, slabs=1, split_k=4), 0.457, 2.88),
+    Measured(Config(1, 3, 64, 7, slabs=1, split_k=2), 0.324, 3.57),
+    Measured(Config(2, 2, 160, 5, pingpong=True), 0.477, 0.60),
+    Measured(Config(1, 3, 192, 4, slabs=1), 0.681, 6.40),
+    Measured(Config(1, 2, 112, 6), 0.324, 1.22),
+    Measured(Config(1, 3, 112, 5, 1, 2, slabs=1), 0.464, 3.45),
+)
+_MIDDLE_ROWS = range(129, 1024)
+_BEYOND = 1.4  # how much longer tiles take for the share of their rows that lies beyond the matrix, which the copy engine fills with zeros
+
+
+def _in_middle(problem: GemmProblem) -> bool:
+    return problem.op == "gemm" and problem.m in _MIDDLE_ROWS and depth(problem) == 64
+
+
+def _measured(problem: GemmProblem) -> tuple[Measured, ...]:
+    """Of the problem's kind."""
+    kind = kind_of_sums(problem)
+    return (*(MIDDLE if _in_middle(problem) else MEASURED[kind]), *(QUANTIZING.get(kind, ()) if quantizes(problem) else ()))
 
 
 def _tiles(problem: GemmProblem, config: Config) -> tuple[int, int]:
@@ -204,32 +302,99 @@ def _tiles(problem: GemmProblem, config: Config) -> tuple[int, int]:
     return -(-problem.m // (config.block_m * config.cluster_m)), -(-problem.n // (config.block_n * config.cluster_n))
 
 
+def _waves(problem: GemmProblem, target: Target, config: Config) -> int:
+    """Of tiles. A cluster lies within a group of 16 or 18 SMs."""
+    c, sms = config, target.sm_count or 132
+    tiles_m, tiles_n = _tiles(problem, c)
+    clusters = max(1, sms * 10 // 11 * c.resident // c.blocks if c.blocks > 2 else sms * c.resident // c.blocks)
+    return -(-tiles_m * tiles_n * problem.batch // clusters)
+
+
 def _cost(problem: GemmProblem, target: Target, measured: Measured) -> float:
     """Estimated microseconds: waves of tiles, and no faster than memory."""
-    tiles_m, tiles_n = _tiles(problem, measured.config)
-    clusters = max(1, (target.sm_count or 132) // measured.config.blocks)
-    waves = -(-tiles_m * tiles_n * problem.batch // clusters)
-    tiles_time = waves * (-(-problem.k // depth(problem)) * measured.step + measured.finish)
+    waves = _waves(problem, target, measured.config)
+    tiles_time = waves * (-(-problem.k // depth(problem) // measured.config.split_k) * measured.step + measured.finish)
     p, size = problem, ROW_BYTES // depth(problem)
     memory = p.batch * size * (p.m * p.k + p.k * p.n + p.m * p.n) / _BYTES_PER_US
     # Where memory is the limit, less work is still the better bet.
+    if _in_middle(p):
+        tiles_time *= 1 + _BEYOND * (1 - p.m / round_up(p.m, measured.config.block_m))
+        return max(tiles_time, memory) + tiles_time / 50
     return max(tiles_time, memory) + tiles_time / 10
 
 
+def _ranked(problem: GemmProblem, target: Target) -> Iterator[Measured]:
+    """Legal ones, best guess first; judged one by one, as who asks mostly wants the first."""
+    ranked = sorted(_measured(problem), key=lambda m: _cost(problem, target, m))
+    return (m for m in ranked if legal(problem, target, m.config))
+
+
 def estimate(problem: GemmProblem, target: Target) -> float:
-    """Microseconds that the first candidate is expected to take."""
-    return min((_cost(problem, target, m) for m in MEASURED[kind_of_sums(problem)] if legal(problem, target, m.config)), default=math.inf)
+    """Microseconds that the first candidate is expected to take; infinite where there is none."""
+    first = next(_ranked(problem, target), None)
+    return _cost(problem, target, first) if first else math.inf
 
 
 def candidates(problem: GemmProblem, target: Target) -> Iterator[Config]:
     """Legal configs, best guess first."""
-    fitting = [m for m in MEASURED[kind_of_sums(problem)] if legal(problem, target, m.config)]
-    yield from (m.config for m in sorted(fitting, key=lambda m: _cost(problem, target, m)))
+    return (m.config for m in _ranked(problem, target))
+
+
+# What a search looks at: (mma_m, consumers, pingpong, columns from, to, in steps of) by kind of sums.
+_GRID: dict[str, tuple[tuple[int, int, bool, int, int, int], ...]] = {
+    "plain": ((1, 1, False, 48, 256, 16), (1, 2, False, 48, 256, 16), (2, 2, False, 64, 176, 16), (1, 3, False, 48, 192, 16),
+              (2, 2, True, 96, 176, 16), (1, 2, True, 128, 256, 32)),
+    "promoted": ((1, 1, False, 48, 128, 16), (1, 2, False, 48, 192, 16), (2, 2, False, 64, 128, 16), (1, 3, False, 48, 96, 16)),
+    "blocks": ((1, 1, False, 48, 128, 16), (1, 2, False, 48, 192, 16), (2, 2, False, 64, 128, 16), (1, 3, False, 48, 96, 16)),
+}
+_SUMS_AT_ONCE = 128  # columns of promoted sums that two buffers of whole tiles have room for
+_MAX_STAGES = 10
+# Cycles a microsecond at full load, bytes that an SM takes from L2 in one, and what promotion adds to a step (H200, 2026-11-30).
+_CYCLES, _INGEST, _ADDING = 1500, 100_000, {"plain": 1.0, "promoted": 1.1, "blocks": 1.4}
+
+
+def _guess(problem: GemmProblem, target: Target, config: Config) -> float:
+    """Microseconds by what the tensor core, the way from L2 and the exchange of sums take, for configs that nobody measured."""
+    p, c, kind = problem, config, kind_of_sums(problem)
+    tensor = c.block_m * c.block_n / 32 / _CYCLES * _ADDING[kind]
+    step = max(tensor, (c.block_m + c.block_n) * ROW_BYTES / _INGEST) + 0.02
+    exchange = 0.8 + c.block_m * c.block_n * 4 * (1 - 1 / c.split_k) / 50_000 if c.split_k > 1 else 0.0
+    finish = 0.3 if c.pingpong or c.resident > 1 else 0.4 + c.block_m * c.block_n / 32768
+    multicast = 1.03 if c.cluster_m * c.cluster_n > 1 else 1.0  # worth nothing where it was measured
+    return 2.0 + multicast * _waves(p, target, c) * (-(-p.k // depth(p)) / c.split_k * step * c.resident + finish + exchange)
+
+
+def grid(problem: GemmProblem, target: Target) -> Iterator[Config]:
+    """What tools/tune.py searches beside the candidates: tiles of every width, shares of K, two blocks of an SM; with as many stages as
+    fit, best guess first, and nothing that is expected to take half as long again as the first."""
+    found: dict[Config, float] = {}
+    for mma_m, consumers, pingpong, first, last, by in _GRID[kind_of_sums(problem)]:
+        for block_n in range(first, last + 1, by):
+            parts = 2 if promotes(problem) and mma_m * block_n > _SUMS_AT_ONCE else 1
+            shared = (1, 2) if mma_m * consumers * MMA_ROWS >= block_n else (2, 1)  # by two blocks: the larger operand
+            for split_k, resident, multicast in ((1, 1, (1, 1)), (2, 1, (1, 1)), (4, 1, (1, 1)), (8, 1, (1, 1)), (1, 2, (1, 1)),
+                                                 (2, 2, (1, 1)), (4, 2, (1, 1)), (1, 1, shared)):
+                stages = range(_MAX_STAGES, 1, -1)
+                configs = (Config(mma_m, consumers, block_n, n, *multicast, pingpong=pingpong, parts=parts, split_k=split_k,
+                                  resident=resident, slabs=1 if consumers == 3 else 2) for n in stages)
+                config = next((c for c in configs if legal(problem, target, c)), None)
+                if config and config.block_m - MMA_ROWS < round_up(problem.m, MMA_ROWS):
+                    found[config] = _guess(problem, target, config)
+    best = min(found.values(), default=0.0)
+    yield from (c for c in sorted(found, key=lambda c: found[c]) if found[c] < 1.5 * best)
+
+
+def _requantization(problem: GemmProblem, target: Target) -> Requantization | None:
+    if problem.out_scale is None or quantizes(problem):
+        return None
+    return Requantization.of(problem, target, problem.batch, problem.m)
 
 
 def spec(problem: GemmProblem, target: Target, config: Config) -> KernelSpec:
     """The specialisation: dtypes, orders, epilogue and config; no extents."""
-    return spec_of(problem, target, config, ENTRY, "kNone")
+    quantize = _requantization(problem, target)
+    made = spec_of(unquantized(problem) if quantize else problem, target, config, ENTRY, "kNone")
+    return requantized(made, quantize) if quantize else made
 
 
 def spec_of(problem: GemmProblem, target: Target, config: Config, entry: str, grouping: str) -> KernelSpec:
@@ -237,8 +402,9 @@ def spec_of(problem: GemmProblem, target: Target, config: Config, entry: str, gr
     p, c = problem, config
     parameters = options(
         p, c.block_n // c.parts, mma_m=c.mma_m, consumers=c.consumers, block_n=c.block_n, parts=c.parts, stages=c.stages,
-        cluster_m=c.cluster_m, cluster_n=c.cluster_n, band_rows=c.band_rows, pingpong=c.pingpong, slabs=c.slabs, tma_out=c.tma_out(p.gated),
-        shared_memory=shared_memory(p, c), entry=entry, grouping=grouping)
+        cluster_m=c.cluster_m, cluster_n=c.cluster_n, split_k=c.split_k, resident=c.resident, band_rows=c.band_rows,
+        pingpong=c.pingpong, slabs=c.slabs, tma_out=c.tma_out(p.gated), quantize=quantizes(p), shared_memory=shared_memory(p, c),
+        entry=entry, grouping=grouping)
     return KernelSpec.make(
         "_".join([entry, *words(p), *str(c).split()]), "gemm/dense_sm90.cu.jinja", "nvrtc", parameters,
         params=PARAMS, params_type="kernelgen::DenseSm90Params", entries=(entry,), target=target,
@@ -267,23 +433,55 @@ def bind(problem: GemmProblem, config: Config, kernel: Any, tensors: GemmTensors
     """The closure of a repeated call: packs addresses, launches."""
     p, c = problem, config
     tiles_m, tiles_n = _tiles(p, c)
-    return closure(p, c, kernel, tensors, tiles_m, tiles_n, tiles_m * tiles_n * p.batch, c.block_m // c.cluster_n)
+    quantize = _requantization(p, kernel.spec.target)
+    return closure(p, c, kernel, tensors, tiles_m, tiles_n, tiles_m * tiles_n * p.batch, c.block_m // c.cluster_n,
+                   quantize.bind(kernel, tensors, pitch=round_up(p.outputs, 4)) if quantize else None)
 
 
 def closure(problem: GemmProblem, config: Config, kernel: Any, tensors: Any, tiles_m: int, tiles_n: int, tiles: int,
-            box_a: int) -> Callable[[Any], None]:
-    """That of a dense or grouped product. ``tiles``: of all batch entries, at most; ``box_a``: rows of a box of a."""
+            box_a: int, quantize: Quantize | None) -> Callable[[Any], None]:
+    """That of a dense or grouped product. ``tiles``: of all batch entries, at most; ``box_a``: rows of a box of a; ``quantize``: what
+    follows, on a float32 workspace."""
+    if quantize is not None:
+        return quantized(problem, tensors, quantize, lambda p, t: closure(p, config, kernel, t, tiles_m, tiles_n, tiles, box_a, None))
     p, c, t = problem, config, tensors
-    clusters = min(tiles, max(1, target_of(t.a.device).sm_count // c.blocks))
-    launch = kernel.prepare(
-        t.a.device.index or 0, grid=(clusters * c.blocks, 1, 1), block=(128 * (c.consumers + 1), 1, 1), cluster=(c.blocks, 1, 1),
-        programmatic=True, shared_memory=shared_memory(p, c), tensor_maps=_maps(p, c, t, box_a))
-    tail = PARAMS.pack_scalars(scalars(p, t) | {
-        "tiles_m": tiles_m, "tiles_n": tiles_n, "tiles": tiles, "groups": p.batch, "batched_a": int(t.a.shape[0] > 1)})
+    clusters = tiles if c.split_k > 1 else min(tiles, max(1, target_of(t.a.device).sm_count * c.resident // c.blocks))
     blank, pack, pointers = bytes(128 * len(PARAMS.tensor_maps)), PARAMS.pointer_packer.pack, addresses(p)
-    if p.op == "grouped_gemm":
-        return lambda t: launch(blank + pack(*pointers(t), t.ends.data_ptr()) + tail)
-    return lambda t: launch(blank + pack(*pointers(t), 0) + tail)
+    grouped, codes = p.op == "grouped_gemm", p.out_scale is not None
+
+    def prepared(scales_by_tma: bool) -> Callable[[Any], None]:
+        maps = [*_maps(p, c, t, box_a), *([_map_of_scales(p, c, t)] if scales_by_tma else [])]
+        launch = kernel.prepare(
+            t.a.device.index or 0, grid=(clusters * c.blocks, 1, 1), block=(128 * (c.consumers + 1), 1, 1), cluster=(c.blocks, 1, 1),
+            programmatic=True, shared_memory=shared_memory(p, c), tensor_maps=maps)
+        tail = PARAMS.pack_scalars(scalars(p, t) | {
+            "tiles_m": tiles_m, "tiles_n": tiles_n, "tiles": tiles, "groups": p.batch, "batched_a": int(t.a.shape[0] > 1),
+            "scales_by_tma": int(scales_by_tma),
+            **dict(zip(("out_scale_batch", "out_scale_row", "out_scale_block"), t.out_scale.stride() if p.out_scale else (0, 0, 0)))})
+
+        def run(t: Any) -> None:
+            launch(blank + pack(*pointers(t), t.out_scale.data_ptr() if codes else 0, t.ends.data_ptr() if grouped else 0) + tail)
+
+        return run
+
+    gather = prepared(False)
+    if not _scales_fit_tma(p, t):
+        return gather
+    by_tma = prepared(True)
+    return lambda t: gather(t) if t.scale_a.data_ptr() % 16 else by_tma(t)
+
+
+def _scales_fit_tma(problem: GemmProblem, t: Any) -> bool:
+    """May the copy engine bring scale_a, its address aside: rows one behind the other, everything else at multiples of 16 bytes?"""
+    if problem.scales != "block_128x128":
+        return False
+    batch, rows, blocks = t.scale_a.shape
+    strides = [stride for stride, extent in zip(t.scale_a.stride(), (batch, 0, blocks)) if extent > 1]
+    return (t.scale_a.stride(1) == 1 or rows == 1) and all(stride > 0 and stride % 4 == 0 for stride in strides)
+
+
+def _map_of_scales(problem: GemmProblem, config: Config, t: Any) -> Any:
+    return tensor_map("map_scales", "scale_a", t.scale_a.mT, (_box_of_scales(problem, config), 1), swizzled=False)
 
 
 def coverage() -> Iterable[tuple[GemmProblem, Config | None]]:
@@ -294,6 +492,9 @@ def coverage() -> Iterable[tuple[GemmProblem, Config | None]]:
     yield half, Config(2, 2, 128, 4, 1, 2)
     yield half, Config(2, 2, 128, 5, pingpong=True)
     yield base, Config(1, 3, 176, 4, slabs=1)
+    yield base, Config(1, 1, 128, 4, resident=2)
+    yield replace(base, m=512, n=576), Config(1, 2, 144, 5, split_k=8)
+    yield replace(base, activation="swiglu", out_dtype="fp32", accumulate_c=True, c_dtype="bf16"), Config(1, 2, 208, 4, split_k=4)
     yield replace(base, b_order="row", a_order="col"), Config(2, 2, 128, 4, 2, 1)
     yield replace(half, b_order="row", out_dtype="fp32"), Config(1, 2, 128, 4)
     yield replace(base, bias=True, bias_dtype="bf16", activation="silu"), Config(1, 2, 160, 5)
@@ -307,10 +508,18 @@ def coverage() -> Iterable[tuple[GemmProblem, Config | None]]:
     yield replace(fp8, a_dtype="e5m2", b_dtype="e5m2", out_dtype="fp32"), Config(1, 2, 128, 4)
     yield replace(fp8, scales="block_128x128"), Config(1, 2, 192, 4, parts=2)
     yield replace(fp8, scales="block_128x128", activation="swiglu"), Config(2, 2, 128, 3, parts=2)
+    yield replace(fp8, scales="block_128x128", activation="swiglu", gate_up="interleaved"), Config(1, 2, 128, 4, split_k=2)
     yield replace(fp8, scales="block_1x128", bias=True, bias_dtype="bf16"), Config(1, 2, 160, 5, parts=2)
+    quantized = replace(fp8, out_dtype="e4m3", out_scale="block_1x128")
+    yield quantized, Config(1, 2, 128, 6)
+    yield replace(quantized, scales="block_128x128", out_dtype="e5m2", bias=True, bias_dtype="fp32"), Config(2, 2, 128, 4, parts=2, slabs=1)
+    yield replace(base, activation="swiglu", out_dtype="e4m3", out_scale="block_1x128"), Config(1, 2, 256, 4)
+    yield replace(base, out_dtype="e4m3", out_scale="block_1x128"), Config(2, 2, 128, 5, pingpong=True)
+    for recipe in ("tensor", "row"):
+        yield replace(quantized, out_scale=recipe), Config(1, 2, 160, 5, parts=2)
 
 
 FAMILY = KernelFamily(
     name="gemm/dense_sm90", op="gemm", target_kind="cuda", toolchain="nvrtc", supports=supports, candidates=candidates,
-    legal=legal, spec=spec, bind=bind, coverage=coverage, capabilities=(90,),
+    legal=legal, spec=spec, bind=bind, coverage=coverage, capabilities=(90,), grid=grid,
 )

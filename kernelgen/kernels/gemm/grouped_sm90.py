@@ -12,7 +12,8 @@ from typing import Any
 from kernelgen.kernels.base import KernelFamily
 from kernelgen.kernels.gemm import dense_sm90
 from kernelgen.kernels.gemm.dense_sm90 import Config, closure, spec_of
-from kernelgen.kernels.gemm.sm90 import BLOCK_RECIPES, supports_common
+from kernelgen.kernels.gemm.requantize import Requantization
+from kernelgen.kernels.gemm.sm90 import BLOCK_RECIPES, promotes, quantizes, requantized, round_up, supports_common, unquantized
 from kernelgen.problems.gemm import GroupedGemmProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
@@ -38,10 +39,13 @@ def legal(problem: GroupedGemmProblem, target: Target, config: Config) -> Verdic
     """Does the config fit the problem and the target?"""
     c = config
     return dense_sm90.legal(problem, target, config) and first_no(
-        (c.blocks == 1, f"config {c}: neighbouring tiles of groups share nothing to multicast"),
+        (c.blocks == 1, f"config {c}: neighbouring tiles of groups share nothing to multicast, and K of each may differ"),
         # Two tiles' addresses and groups beside the sums: 92 - 336 bytes spilled with an epilogue.
         (not c.pingpong or c.mma_m * c.block_n <= 256 or not (problem.activation or problem.bias or problem.accumulate_c),
          f"config {c}: an epilogue leaves too few registers for {c.mma_m * c.block_n // 2} sums"),
+        # 68 - 76 bytes.
+        (c.mma_m == 1 or promotes(problem) or not quantizes(problem),
+         f"config {c}: results on their way to codes do not fit beside the sums"),
         (problem.grouping != "k" or not c.pingpong, f"config {c}: consumers that take turns need the same depth"),
     )
 
@@ -61,9 +65,17 @@ def candidates(problem: GroupedGemmProblem, target: Target) -> Iterator[Config]:
     return (c for c in dense_sm90.candidates(_expected(problem), target) if legal(problem, target, c))
 
 
+def _requantization(p: GroupedGemmProblem, target: Target) -> Requantization | None:
+    if p.out_scale is None or quantizes(p):
+        return None
+    return Requantization.of(p, target, 1 if p.grouping == "rows" else p.batch, p.m, limited=p.grouping != "k")
+
+
 def spec(problem: GroupedGemmProblem, target: Target, config: Config) -> KernelSpec:
     """The specialisation: grouping, dtypes, orders, epilogue and config; no extents."""
-    return spec_of(problem, target, config, f"{ENTRY}_{problem.grouping}", GROUPINGS[problem.grouping])
+    p, quantize = problem, _requantization(problem, target)
+    made = spec_of(unquantized(p) if quantize else p, target, config, f"{ENTRY}_{p.grouping}", GROUPINGS[p.grouping])
+    return requantized(made, quantize) if quantize else made
 
 
 def bind(
@@ -77,7 +89,9 @@ def bind(
     else:
         tiles = p.batch * tiles_m * tiles_n
     box_a = c.block_m if p.grouping == "k" else min(c.block_m, _BOX_ROWS)
-    return closure(p, c, kernel, tensors, tiles_m, tiles_n, tiles, box_a)
+    quantize, last_group = _requantization(p, kernel.spec.target), p.batch - 1 if p.grouping == "rows" else 0
+    return closure(p, c, kernel, tensors, tiles_m, tiles_n, tiles, box_a,
+                   quantize.bind(kernel, tensors, last_group, round_up(p.outputs, 4)) if quantize else None)
 
 
 def coverage() -> Iterable[tuple[GroupedGemmProblem, Config | None]]:
@@ -90,9 +104,18 @@ def coverage() -> Iterable[tuple[GroupedGemmProblem, Config | None]]:
     yield replace(depth, a_order="col", b_order="row", out_dtype="fp32", accumulate_c=True, c_dtype="fp32"), Config(1, 2, 128, 4)
     yield replace(depth, a_dtype="fp16", b_dtype="fp16"), Config(1, 1, 64, 8)
     yield replace(base, grouping="masked", a_order="col", b_order="row"), Config(2, 2, 128, 5, pingpong=True)
+    oai = replace(base, activation="swiglu_oai", bias=True, bias_dtype="bf16")
+    for gate_up in ("gate_first", "up_first", "interleaved"):
+        yield replace(oai, gate_up=gate_up), Config(1, 2, 192, 4)
+    yield replace(base, activation="relu2"), Config(1, 2, 128, 5)
     yield fp8, Config(1, 2, 192, 4, parts=2)
     yield replace(fp8, scales="block_1x128", grouping="masked"), Config(1, 2, 128, 5, parts=2)
     yield replace(fp8, scales="row"), Config(1, 1, 128, 8)
+    quantized = replace(fp8, activation="swiglu", out_dtype="e4m3", out_scale="block_1x128")
+    yield quantized, Config(1, 2, 256, 4, parts=4)
+    yield replace(quantized, grouping="masked", gate_up="interleaved"), Config(1, 2, 256, 4, parts=4)
+    yield replace(quantized, activation=None, scales="block_1x128"), Config(1, 2, 128, 5, parts=2)
+    yield replace(quantized, out_scale="row"), Config(1, 2, 192, 4, parts=2)
     yield replace(fp8, scales="tensor", grouping="k", batched_b=False), Config(1, 2, 128, 6)
 
 

@@ -50,8 +50,11 @@ class Requantization:
         return {"product_template": template, "quantize_assertions": quantize_fp8_cuda.PARAMS.assertions(quantize_fp8_cuda.PARAMS_TYPE),
                 **{f"quantize_{name}": value for name, value in options.items()}}
 
-    def bind(self, kernel: Any, t: Any, last_group: int = 0) -> Callable[[torch.Tensor, Any, int], None]:
-        """(workspace, tensors of the product, address of ends) -> launches. ``last_group``: whose end is that of all rows."""
-        sample = QuantizeTensors(torch.empty(t.out.shape, dtype=torch.float32, device="meta"), t.out, t.out_scale)
+    def bind(self, kernel: Any, t: Any, last_group: int = 0, pitch: int | None = None) -> Callable[[torch.Tensor, Any, int], None]:
+        """(workspace, tensors of the product, address of ends) -> launches. ``last_group``: whose end is that of all rows; ``pitch``: of
+        the workspace's rows, in floats, where they are longer than the output's."""
+        *lead, width = t.out.shape
+        sample = QuantizeTensors(
+            torch.empty((*lead, pitch or width), dtype=torch.float32, device="meta")[..., :width], t.out, t.out_scale)
         quantize = quantize_fp8_cuda.bind_limited(self.problem, self.config, kernel, sample)
         return lambda workspace, t, ends: quantize(QuantizeTensors(workspace, t.out, t.out_scale), ends + 4 * last_group)

@@ -12,6 +12,7 @@ from itertools import product
 from typing import Any
 
 from kernelgen.kernels.base import KernelFamily
+from kernelgen.kernels.gemm.requantize import Requantization
 from kernelgen.kernels.gemm.sm90 import (
     BLOCK_RECIPES,
     MMA_ROWS,
@@ -22,10 +23,13 @@ from kernelgen.kernels.gemm.sm90 import (
     kind_of_sums,
     options,
     promotes,
+    quantized,
+    requantized,
     round_up,
     scalars,
     splits,
     supports_common,
+    unquantized,
     words,
 )
 from kernelgen.kernels.tensor_map import tensor_map
@@ -42,12 +46,13 @@ PARAMS = ParamStruct((
         "c_batch", "c_row", "out_batch", "out_row", "bias_batch", "scale_a_batch", "scale_b_batch")),
     *((name, "i32") for name in (
         "m", "n", "k", "stages", "per_block", "batched_b", "scale_a_row", "scale_a_block", "scale_b_column", "scale_b_block")),
-    ("beta", "f32"),
+    *((name, "f32") for name in ("beta", "alpha", "limit")),
 ), tensor_maps=("map_a", "map_b"))
 ENTRY = "gemm_skinny_sm90"
 MAX_ROWS = 1024  # of a; above it tiles of 128 rows fill the chip without shares of K
 _TOKENS = (8, 16, 32, 64, 128)
-_MAX_SUMS = 192
+_MOST_TOKENS = 256  # what a box has
+_MAX_SUMS = {1: 192, 2: 160, 4: 64}  # by warpgroups, which share the registers
 _RESERVED_SHARED_MEMORY = 1024  # per block, taken by the driver
 
 
@@ -111,7 +116,7 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
     sums += c.tokens // 4 if problem.scales in BLOCK_RECIPES else 0  # scales of a thread's rows of a
     shared = shared_memory(problem, c)
     return first_no(
-        (c.tokens % 8 == 0 and 8 <= c.tokens <= _TOKENS[-1], f"config {c}: expected a multiple of 8 rows, at most {_TOKENS[-1]}"),
+        (c.tokens % 8 == 0 and 8 <= c.tokens <= _MOST_TOKENS, f"config {c}: expected a multiple of 8 rows, at most {_MOST_TOKENS}"),
         (c.mma_m in (1, 2) and c.blocks_k >= 1, f"config {c}: 1 or 2 parts of at least one box"),
         # A warpgroup gives a stage back once it has the next one: with fewer than two each the ring would stand still. And a stage
         # stays with one warpgroup: another, which did not wait for its last filling, could take that for the next.
@@ -119,7 +124,8 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
          f"config {c}: 1, 2 or 4 warpgroups, each with the same number of stages, two or more"),
         (c.split_k in (1, 2, 4, 8), f"config {c}: clusters of 1, 2, 4 or 8"),
         (not splits(problem) or problem.b_order == "col" or c.mma_m == 2, f"config {c}: rows of gate and up are loaded by 64 columns"),
-        (sums <= _MAX_SUMS, f"config {c} has {sums} accumulators per thread, expected at most {_MAX_SUMS}"),
+        (sums <= _MAX_SUMS.get(c.groups, 0),
+         f"config {c} has {sums} accumulators per thread, expected at most {_MAX_SUMS.get(c.groups, 0)}"),
         (shared <= target.shared_memory_per_block, f"config {c} needs {shared} bytes of shared memory, {target} has "
                                                    f"{target.shared_memory_per_block}"),
     )
@@ -130,8 +136,7 @@ def _rounded(rows: int) -> int:
     return next((n for n in _TOKENS if n >= rows), _TOKENS[-1])
 
 
-def _configs(problem: GemmProblem) -> Iterator[Config]:
-    tokens = _rounded(problem.m)
+def _configs(problem: GemmProblem, tokens: int) -> Iterator[Config]:
     for mma_m, split_k, blocks_k, groups in product((1, 2), (1, 2, 4, 8), (2, 1), (1, 2)):
         one, two = (shared_memory(problem, Config(mma_m, tokens, stages, blocks_k, groups, split_k)) for stages in (32, 64))
         for budget in (109 << 10, 220 << 10):  # two blocks per SM, or one
@@ -232,10 +237,29 @@ def _cost(problem: GemmProblem, target: Target, config: Config) -> float:
     return (waves - 1) * full + last + ends
 
 
+def many_products(problem: GemmProblem, target: Target) -> bool:
+    """A batch of products that are not deep, 16 times 128 bytes of K at most, and which fill the chip. (As measured: of 16 bits.)"""
+    p = problem
+    plain = p.a_dtype in ("bf16", "fp16") and p.weight_format is None
+    return plain and p.batch > 1 and -(-p.k // depth(p)) <= 16 and p.batch * -(-p.n // MMA_ROWS) >= (target.sm_count or 132)
+
+
+def _short_ring(problem: GemmProblem) -> Config:
+    """That of many small products: what hides the latency is blocks beside each other, so a ring has no more stages than K takes, and
+    four at most (results/tried/h200_batched.json: within 2 % of the best; the longest ring that leaves room for a second block took up to
+    1.6 x the time)."""
+    steps = -(-problem.k // depth(problem))
+    tokens = _rounded(problem.m)
+    return Config(1, tokens, 2, 2) if steps == 2 and tokens == 8 else Config(1, tokens, min(4, max(2, steps)))
+
+
 def _ranked(problem: GemmProblem, target: Target) -> list[Config]:
     """Legal configs, best guess first: winners in front of others, each by cost."""
     winners = [c for c in WINNERS[kind_of_sums(problem)] if c.tokens == _rounded(problem.m) and legal(problem, target, c)]
-    others = (c for c in dict.fromkeys(_configs(problem)) if c not in winners and legal(problem, target, c))
+    if many_products(problem, target) and legal(problem, target, _short_ring(problem)):
+        short = _short_ring(problem)
+        return [short, *sorted((c for c in winners if c != short), key=lambda c: _cost(problem, target, c))]
+    others = (c for c in dict.fromkeys(_configs(problem, _rounded(problem.m))) if c not in winners and legal(problem, target, c))
     return [*sorted(winners, key=lambda c: _cost(problem, target, c)), *sorted(others, key=lambda c: _cost(problem, target, c))]
 
 
@@ -250,8 +274,23 @@ def candidates(problem: GemmProblem, target: Target) -> Iterator[Config]:
     yield from _ranked(problem, target)
 
 
+def grid(problem: GemmProblem, target: Target) -> Iterator[Config]:
+    """What tools/tune.py searches beside the candidates: tiles of other numbers of rows, in one row of tiles or a few."""
+    for rows in range(1, 5):
+        tokens = round_up(-(-problem.m // rows), 32 if problem.m > 64 else 8)
+        if tokens <= _MOST_TOKENS and tokens != _rounded(problem.m) and (rows == 1 or tokens >= 64):
+            yield from (c for c in dict.fromkeys(_configs(problem, tokens)) if legal(problem, target, c))
+
+
+def _requantization(problem: GemmProblem, target: Target) -> Requantization | None:
+    return Requantization.of(problem, target, problem.batch, problem.m) if problem.out_scale else None
+
+
 def spec(problem: GemmProblem, target: Target, config: Config) -> KernelSpec:
     """The specialisation: dtypes, orders, epilogue and config; no extents."""
+    quantize = _requantization(problem, target)
+    if quantize:
+        return requantized(spec(unquantized(problem), target, config), quantize)
     p, c = problem, config
     parameters = options(
         p, c.tokens, mma_m=c.mma_m, tokens=c.tokens, stages=c.stages, blocks_k=c.blocks_k, groups=c.groups, split_k=c.split_k,
@@ -264,6 +303,10 @@ def spec(problem: GemmProblem, target: Target, config: Config) -> KernelSpec:
 
 def bind(problem: GemmProblem, config: Config, kernel: Any, tensors: GemmTensors) -> Callable[[GemmTensors], None]:
     """The closure of a repeated call: packs addresses, launches."""
+    quantize = _requantization(problem, kernel.spec.target)
+    if quantize:
+        return quantized(problem, tensors, quantize.bind(kernel, tensors, pitch=round_up(problem.outputs, 4)),
+                         lambda p, t: bind(p, config, kernel, t))
     p, c, t = problem, config, tensors
     k, major_b = depth(p), p.b_order == "col"
     stages, per_block = _split(p, c)
@@ -292,14 +335,16 @@ def coverage() -> Iterable[tuple[GemmProblem, Config | None]]:
     yield replace(base, activation="swiglu", a_dtype="fp16", b_dtype="fp16", out_dtype="fp32"), Config(1, 16, 8, 2, 4, 2)
     yield replace(base, activation="geglu", gate_up="up_first", b_order="row"), Config(2, 16, 4, 2, 1, 1)
     yield replace(base, activation="swiglu", gate_up="interleaved", accumulate_c=True, c_dtype="bf16"), Config(1, 32, 6, 1, 2, 8)
+    yield replace(base, activation="swiglu_oai", gate_up="interleaved", bias=True, bias_dtype="bf16"), Config(1, 16, 8, 2, 2, 2)
     fp8 = replace(base, a_dtype="e4m3", b_dtype="e4m3", scales="row")
     yield fp8, Config(1, 16, 6, 2, 2, 2)
     yield replace(fp8, accumulate="fast", scales="tensor"), Config(2, 64, 4, 1, 2, 1)
     yield replace(fp8, scales="block_128x128", activation="swiglu"), Config(1, 16, 6, 2, 2, 2)
     yield replace(fp8, scales="block_1x128", m=64), Config(2, 64, 4, 1, 1, 4)
+    yield replace(fp8, out_dtype="e4m3", out_scale="row"), Config(1, 16, 6, 2, 2, 2)
 
 
 FAMILY = KernelFamily(
     name="gemm/skinny_sm90", op="gemm", target_kind="cuda", toolchain="nvrtc", supports=supports, candidates=candidates,
-    legal=legal, spec=spec, bind=bind, coverage=coverage, capabilities=(90,),
+    legal=legal, spec=spec, bind=bind, coverage=coverage, capabilities=(90,), grid=grid,
 )

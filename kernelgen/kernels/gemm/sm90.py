@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.gemm.gemm_mma import ACTIVATION_NAMES, gate_name
-from kernelgen.problems.gemm import ACTIVATIONS, GemmProblem
+from kernelgen.kernels.gemm.requantize import TEMPLATE, Requantization
+from kernelgen.problems.gemm import MORE_ACTIVATIONS, GemmProblem
+from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
 from kernelgen.verdicts import Verdict, first_no
 
@@ -21,6 +24,8 @@ BLOCK_RECIPES = {"block_128x128": 128, "block_1x128": 1}  # columns of b that sh
 _HALVES, _FP8 = ("bf16", "fp16"), ("e4m3", "e5m2")
 _OUTPUTS = ("bf16", "fp16", "fp32")
 _MAX_EXTENT = (1 << 31) - (1 << 10)  # tile indices past the end of m, n and k stay within int32
+Problem = TypeVar("Problem", bound=GemmProblem)
+Quantize = Callable[[torch.Tensor, Any, int], None]  # workspace, tensors of the product, address of ends
 
 
 def splits(problem: GemmProblem) -> bool:
@@ -47,6 +52,24 @@ def depth(problem: GemmProblem) -> int:
     return ROW_BYTES // DTYPES[problem.a_dtype].bytes
 
 
+def quantizes(problem: GemmProblem) -> bool:
+    """dense_sm90 finds codes and their scales itself, where a row's 128 columns lie in one warpgroup's registers. (Beside promoted sums of
+    256 columns those of a gate find no room if scales of rows or columns come too: 24 - 364 bytes spilled.)"""
+    return problem.out_scale == "block_1x128" and not (problem.gated and kind_of_sums(problem) == "promoted")
+
+
+def unquantized(problem: Problem) -> Problem:
+    """The product whose float32 results other kernels quantise, where scales need more than one tile."""
+    return replace(problem, out_dtype="fp32", out_scale=None)
+
+
+def requantized(spec: KernelSpec, quantize: Requantization) -> KernelSpec:
+    """The binary with both."""
+    return KernelSpec.make(
+        f"{spec.name}_{quantize.words}", TEMPLATE, spec.toolchain, dict(spec.parameters) | quantize.parameters(spec.template),
+        params=spec.params, params_type=spec.params_type, entries=(*spec.entries, *quantize.entries), target=spec.target)
+
+
 def supports_common(problem: GemmProblem, target: Target, name: str) -> Verdict:
     """What TMA, WGMMA and the epilogue need."""
     p = problem
@@ -55,13 +78,14 @@ def supports_common(problem: GemmProblem, target: Target, name: str) -> Verdict:
         (target.kind == "cuda" and target.capability == 90, f"{name} needs sm_90a, got {target}"),
         (p.a_dtype in _HALVES + _FP8 and p.a_dtype == p.b_dtype,
          f"a and b are {p.a_dtype} and {p.b_dtype}, {name} takes one 16-bit or fp8 type"),
-        (p.a_dtype in _HALVES or orders == ("row", "col"), f"fp8 operands in orders {orders}, expected K contiguous in both"),
-        (p.out_dtype in _OUTPUTS, f"out dtype {p.out_dtype} is not one of {', '.join(_OUTPUTS)}"),
+        (p.a_dtype in _HALVES or orders == ("row", "col"),
+         f"fp8 operands in orders {orders}, expected K contiguous in both, as WGMMA reads 8-bit tiles no other way"),
+        (p.out_dtype in (_FP8 if p.out_scale else _OUTPUTS),
+         f"out dtype {p.out_dtype} with out_scale={p.out_scale} is not one of {', '.join(_FP8 if p.out_scale else _OUTPUTS)}"),
         (p.bias_dtype in (None, *_OUTPUTS), f"bias dtype {p.bias_dtype} is not one of {', '.join(_OUTPUTS)}"),
         (p.c_dtype in (None, *_OUTPUTS), f"c dtype {p.c_dtype} is not one of {', '.join(_OUTPUTS)}"),
-        (p.activation is None or p.activation in ACTIVATIONS, f"activation {p.activation} is not in {name}"),
-        (p.scales in (None, "tensor", "row", *BLOCK_RECIPES) and p.out_scale is None,
-         f"scales={p.scales}, out_scale={p.out_scale} are not in {name}"),
+        (p.activation is None or p.activation in MORE_ACTIVATIONS, f"activation {p.activation} is not in {name}"),
+        (p.scales in (None, "tensor", "row", *BLOCK_RECIPES), f"scales={p.scales} are not in {name}"),
         (p.weight_format is None, f"packed {p.weight_format} weights are not in {name}"),
         (max(p.m, p.n, p.k) <= _MAX_EXTENT, f"an extent of {max(p.m, p.n, p.k)} exceeds {_MAX_EXTENT}"),
         (min(p.m, p.n, p.k, p.batch) > 0, "an extent is 0: there is nothing for TMA to load"),
@@ -74,11 +98,13 @@ def supports_common(problem: GemmProblem, target: Target, name: str) -> Verdict:
 def options(problem: GemmProblem, columns: int, **config: Any) -> dict[str, Any]:
     """Parameters of templates/gemm/options_sm90.cuh.jinja; ``columns``: N of the WGMMA."""
     p = problem
+    out = f"kernelgen::{p.out_dtype}" if p.out_scale else DTYPES[p.out_dtype].cuda
     return dict(
-        element=p.a_dtype, out=DTYPES[p.out_dtype].cuda, bias_type=DTYPES[p.bias_dtype or p.out_dtype].cuda,
-        c_type=DTYPES[p.c_dtype or p.out_dtype].cuda, activation=ACTIVATION_NAMES[p.activation], gate=gate_name(p),
-        row_a=p.a_order == "row", row_b=p.b_order == "row", bias=p.bias, accumulate=p.accumulate_c, scales=p.scales in ("tensor", "row"),
-        block_scales=p.scales in BLOCK_RECIPES, scale_columns=BLOCK_RECIPES.get(p.scales or "", 1), promote=promotes(p),
+        element=p.a_dtype, out=out, bias_type=DTYPES[p.bias_dtype].cuda if p.bias_dtype else out,
+        c_type=DTYPES[p.c_dtype].cuda if p.c_dtype else out, activation=ACTIVATION_NAMES[p.activation], gate=gate_name(p),
+        clamped=p.clamped, row_a=p.a_order == "row", row_b=p.b_order == "row", bias=p.bias, accumulate=p.accumulate_c,
+        scales=p.scales in ("tensor", "row"), block_scales=p.scales in BLOCK_RECIPES, scale_columns=BLOCK_RECIPES.get(p.scales or "", 1),
+        promote=promotes(p),
         mma_columns=str(columns),
     ) | config
 
@@ -91,6 +117,7 @@ def words(problem: GemmProblem) -> list[str]:
     parts += [p.activation] if p.activation else []
     parts += [p.gate_up] if p.gated else []
     parts += [f"c_{p.c_dtype or p.out_dtype}"] if p.accumulate_c else []
+    parts += [f"out_{p.out_scale}"] if p.out_scale else []
     parts += [p.scales] if p.scales in BLOCK_RECIPES else ["scales"] if p.scales else []
     return parts + (["promote"] if promotes(p) else [])
 
@@ -101,7 +128,8 @@ def scalars(problem: GemmProblem, t: Any) -> dict[str, int | float]:
     return {
         "c_batch": _stride(t.c, 0), "c_row": t.c.stride(1) if t.c is not None else 0, "out_batch": t.out.stride(0),
         "out_row": t.out.stride(1), "bias_batch": _stride(t.bias, 0) if t.bias is not None and t.bias.dim() == 2 else 0,
-        "m": p.m, "n": p.n, "k": p.k, "batched_b": int(t.b.shape[0] > 1), "beta": t.beta,
+        "m": p.m, "n": p.n, "k": p.k, "batched_b": int(t.b.shape[0] > 1), "beta": t.beta, "alpha": t.alpha,
+        "limit": t.limit,
         "scale_a_batch": _stride(t.scale_a, 0), "scale_a_row": _stride(t.scale_a, 1), "scale_a_block": _stride(t.scale_a, 2),
         "scale_b_batch": _stride(t.scale_b, 0), "scale_b_block": _stride(t.scale_b, 1), "scale_b_column": _stride(t.scale_b, 2),
     }
@@ -110,6 +138,26 @@ def scalars(problem: GemmProblem, t: Any) -> dict[str, int | float]:
 def _stride(t: torch.Tensor | None, dim: int) -> int:
     """0 where there is one entry."""
     return 0 if t is None or t.shape[dim] == 1 else t.stride(dim)
+
+
+def workspace(problem: GemmProblem, shape: tuple[int, ...], device: Any) -> torch.Tensor:
+    """Float32 results of the shape of out, in rows of whole 16 bytes, which other kernels quantise."""
+    return torch.empty((*shape[:2], round_up(problem.outputs, 4)), dtype=torch.float32, device=device)[..., : problem.outputs]
+
+
+def quantized(problem: Problem, sample: Any, quantize: Quantize,
+              bind: Callable[[Problem, Any], Callable[[Any], None]]) -> Callable[[Any], None]:
+    """The closure of a product by ``bind``, of float32 results, and of what quantises them."""
+    p, grouped, shape = problem, problem.op == "grouped_gemm", tuple(sample.out.shape)
+    product = bind(unquantized(p), sample._replace(out=workspace(p, shape, "meta"), out_scale=None))
+    device = sample.out.device
+
+    def run(t: Any) -> None:
+        made = workspace(p, shape, device)
+        product(t._replace(out=made, out_scale=None))
+        quantize(made, t, t.ends.data_ptr() if grouped else 0)
+
+    return run
 
 
 def addresses(problem: GemmProblem) -> Callable[[Any], tuple[int, ...]]:

@@ -4,7 +4,7 @@
     sort             slots by expert
     permute          tokens (and their scales) to rows, multiplied by the slots' weights where these are on the input
     up               rows by w13, bias and activation in the epilogue
-    quantize_hidden  the activation's result to fp8, where the experts are
+    quantize_hidden  the activation's result to fp8, where the experts are; up writes the codes itself where it can (``writes_codes``)
     down             by w2, bias in the epilogue, into the memory that the rows of x had
     shared_up, shared_down   the shared expert, as products of all tokens
     unpermute        each token's rows, weighted and added in the order of its slots, the shared expert last
@@ -15,7 +15,8 @@ never written or read (on the CPU quantize_hidden reads them, whatever they are)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from kernelgen.tensors import GemmTensors, GroupedGemmTensors, QuantizeTensors
 from kernelgen.verdicts import Verdict, first_no
 
 _FP8, _HALVES = ("e4m3", "e5m2"), ("bf16", "fp16")
+_SMS = 132  # of an H200, where a target does not say
 Prepare = Callable[[str, Any], Callable[[Any], Any]]
 
 
@@ -95,6 +97,27 @@ def _product(p: MoeProblem, index: int) -> GroupedGemmProblem:
         **_weight_words(p, index))
 
 
+def _codes(up: GroupedGemmProblem, p: MoeProblem) -> GroupedGemmProblem:
+    """Up whose output are codes, with a scale for 128 of a row."""
+    alignment = _row_alignment(p, (p.hidden, p.weight_dtype), (p.intermediate, p.weight_dtype))
+    return replace(up, out_dtype=p.weight_dtype, out_scale="block_1x128", alignment=alignment)
+
+
+def writes_codes(problem: MoeProblem, target: Target) -> bool:
+    """Whether up quantises the hidden rows in its epilogue: of scales of blocks, on Hopper, where tiles of 128 outputs fill the chip
+    (H200, 2026-11-30: 128 tiles of 8 rows took 60 us, in 16 bits and quantised 61; results/tried/h200_moe_codes.json)."""
+    p = problem
+    if _recipes(p)[1] != "block_1x128" or target.kind != "cuda" or target.capability != 90:
+        return False
+    from kernelgen.kernels.gemm import grouped_sm90
+    from kernelgen.kernels.gemm.sm90 import quantizes
+
+    up = _codes(_product(p, 0), p)
+    tiles = min(p.slots, p.experts) * -(-p.intermediate // 128)
+    runs = quantizes(up) and grouped_sm90.supports(up, target) and any(grouped_sm90.candidates(up, target))
+    return bool(runs) and tiles >= 0.9 * (target.sm_count or _SMS)
+
+
 def _shared(p: MoeProblem, index: int) -> GemmProblem:
     """The shared expert's up (0) or down (1)."""
     inner = p.shared or 0
@@ -110,8 +133,8 @@ def _routed(p: MoeProblem) -> bool:
     return p.slots > 0 and p.experts > 0
 
 
-def steps(problem: MoeProblem) -> tuple[tuple[str, Any], ...]:
-    """The steps that the problem has, in order."""
+def steps(problem: MoeProblem, target: Target) -> tuple[tuple[str, Any], ...]:
+    """The steps that the problem has on a target, in order."""
     p = problem
     if p.tokens == 0 or p.hidden == 0:
         return ()
@@ -127,8 +150,9 @@ def steps(problem: MoeProblem) -> tuple[tuple[str, Any], ...]:
         made.append(("permute", MoePermuteProblem(
             p.tokens, p.k, p.hidden, row_dtype, on_input, _scales_of(recipe_x, p.hidden),
             _row_alignment(p, (p.hidden, row_dtype)))))
-        made.append(("up", _product(p, 0)))
-        if recipe_hidden:
+        codes = writes_codes(p, target)
+        made.append(("up", _codes(_product(p, 0), p) if codes else _product(p, 0)))
+        if recipe_hidden and not codes:
             made.append(("quantize_hidden", LimitedQuantizeProblem(
                 1, p.slots, p.intermediate, p.x_dtype, p.weight_dtype, recipe_hidden,
                 alignment=_row_alignment(p, (p.intermediate, p.x_dtype), (p.intermediate, p.weight_dtype)))))
@@ -204,20 +228,21 @@ class _Workspace:
     def rows(self, width: int) -> torch.Tensor:
         return torch.empty((1, self.p.slots, width), dtype=self.dtype, device=self.device)
 
-    def quantized(self, rows: int, width: int, recipe: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes (1, rows, width) and their scales (1, rows, scales)."""
+    def quantized(self, rows: int, width: int, recipe: str, run: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes (1, rows, width) and their scales (1, rows, scales); the scales of neighbouring rows lie side by side and blocks at
+        multiples of 16 bytes, as the copy engine takes them (gemm/block_scales_sm90.cuh)."""
         scales = _scales_of(recipe, width)
         assert scales is not None and self.code is not None
-        return (torch.empty((1, rows, width), dtype=self.code, device=self.device),
-                torch.empty((1, rows, scales), dtype=torch.float32, device=self.device))
+        memory = torch.empty((1, scales, -(-rows // 4) * 4), dtype=torch.float32, device=self.device)
+        return torch.empty((1, rows, width), dtype=self.code, device=self.device), memory if run else memory.mT[:, :rows]
 
 
-def bind(problem: MoeProblem, prepare: Prepare, tensors: MoeTensors) -> Callable[[MoeTensors], None]:
+def bind(problem: MoeProblem, names: Sequence[str], prepare: Prepare, tensors: MoeTensors) -> Callable[[MoeTensors], None]:
     """The closure of a repeated call: allocates workspaces, runs the steps; it never waits for the device."""
-    p, names = problem, [name for name, _ in steps(problem)]
+    p = problem
     if not names:
         return lambda t: None
-    routed = _bind_routed(p, prepare, tensors) if _routed(p) else None
+    routed = _bind_routed(p, names, prepare, tensors) if _routed(p) else None
     shared = _bind_shared(p, prepare, tensors) if p.shared is not None else None
     device, dtype = tensors.x.device, DTYPES[p.x_dtype].torch
     no_slots = torch.empty((p.tokens, 0), dtype=torch.int32, device=device)
@@ -272,13 +297,14 @@ def _numbers(p: MoeProblem, t: MoeTensors) -> tuple[float, float]:
 
 
 def _bind_routed(
-    p: MoeProblem, prepare: Prepare, sample: MoeTensors,
+    p: MoeProblem, names: Sequence[str], prepare: Prepare, sample: MoeTensors,
 ) -> Callable[[MoeTensors, bool], tuple[torch.Tensor, Any, torch.Tensor]]:
     """(tensors, run) -> (rows (1, T * k, H) of the experts, row_of_slot, the memory that it lies in)."""
     work = _Workspace(p, sample.x.device)
     alpha, limit = _numbers(p, sample)
     first, second = _Weight(p, 0), _Weight(p, 1)
     bound: dict[str, Callable[[Any], Any]] = {}
+    codes_of_up = bool(work.recipe_hidden) and "quantize_hidden" not in names
 
     def call(name: str, tensors: Any, run: bool) -> None:
         """Bind a step by its first tensors, or run it."""
@@ -293,21 +319,21 @@ def _bind_routed(
         memory, offsets, token_of_row, row_of_slot = work.sort(run)
         x, scale_x, rows_scale = t.x, None, None
         if work.recipe_x:
-            codes, scale = work.quantized(p.tokens, p.hidden, work.recipe_x)
+            codes, scale = work.quantized(p.tokens, p.hidden, work.recipe_x, run)
             call("quantize_x", QuantizeTensors(t.x if run else t.x.unsqueeze(0), codes, scale), run)
             x, scale_x = (codes, scale) if run else (codes[0], scale[0])
-            rows, rows_scale = work.quantized(p.slots, p.hidden, work.recipe_x)
+            rows, rows_scale = work.quantized(p.slots, p.hidden, work.recipe_x, run)
         else:
             rows = work.rows(p.hidden)
         call("sort", SortTensors(t.ids, offsets, token_of_row, row_of_slot, t.table, t.first), run)
         call("permute", PermuteTensors(x, row_of_slot, rows if run else rows[0], t.weights if p.weights_on_input else None, scale_x,
                                        rows_scale if run or rows_scale is None else rows_scale[0]), run)
-        hidden = work.rows(p.intermediate)
-        call("up", GroupedGemmTensors(rows, w13, hidden, offsets, t.bias13, None, 1.0, rows_scale, scale13, zero13, alpha=alpha,
-                                      limit=limit), run)
-        scale_hidden = None
-        if work.recipe_hidden:
-            codes, scale_hidden = work.quantized(p.slots, p.intermediate, work.recipe_hidden)
+        hidden, scale_hidden = (work.quantized(p.slots, p.intermediate, work.recipe_hidden, run) if codes_of_up else
+                                (work.rows(p.intermediate), None))
+        call("up", GroupedGemmTensors(rows, w13, hidden, offsets, t.bias13, None, 1.0, rows_scale, scale13, zero13, scale_hidden,
+                                      alpha, limit), run)
+        if work.recipe_hidden and not codes_of_up:
+            codes, scale_hidden = work.quantized(p.slots, p.intermediate, work.recipe_hidden, run)
             used: Any = _Address(memory.data_ptr() + 4 * (p.experts - 1))  # where the last expert's rows end
             call("quantize_hidden", QuantizeTensors(hidden, codes, scale_hidden, used), run)
             hidden = codes

@@ -7,7 +7,7 @@ from typing import Any
 
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
-from kernelgen.kernels.moe.rows import HALF_OR_MORE, address, permute_coverage, permute_verdict
+from kernelgen.kernels.moe.rows import HALF_OR_MORE, STRIDES_OF_SCALES, address, permute_coverage, permute_verdict, strides_of_scales
 from kernelgen.kernels.rowwise import TaskConfig, legal_tasks
 from kernelgen.moe_tensors import PermuteTensors
 from kernelgen.params import ParamStruct
@@ -19,8 +19,8 @@ from kernelgen.verdicts import Verdict, first_no
 # struct MoePermuteCpuParams of the header.
 PARAMS = ParamStruct((
     ("x", "ptr"), ("row_of_slot", "ptr"), ("rows", "ptr"), ("weights", "ptr"), ("scale", "ptr"), ("scale_rows", "ptr"),
-    ("x_stride", "i64"), ("row_stride", "i64"), ("weight_stride", "i64"), ("scale_stride", "i64"), ("width", "i64"), ("k", "i64"),
-    ("scales", "i64"), ("tokens", "i64"), ("task_tokens", "i64"),
+    ("x_stride", "i64"), ("row_stride", "i64"), ("weight_stride", "i64"), *((name, "i64") for name in STRIDES_OF_SCALES),
+    ("width", "i64"), ("k", "i64"), ("scales", "i64"), ("tokens", "i64"), ("task_tokens", "i64"),
 ))
 ENTRY = "moe_permute_cpu"
 _TASK_ELEMENTS = 1 << 15
@@ -55,8 +55,7 @@ def bind(problem: MoePermuteProblem, config: TaskConfig, kernel: Any, tensors: P
     launch = kernel.prepare(phases=((0, config.tasks(p.tokens)),))
     tail = PARAMS.pack_scalars({
         "x_stride": t.x.stride(0), "row_stride": t.rows.stride(0), "weight_stride": t.weights.stride(0) if t.weights is not None else 0,
-        "scale_stride": t.scale.stride(0) if t.scale is not None else 0, "width": p.width, "k": p.k, "scales": p.scales or 0,
-        "tokens": p.tokens, "task_tokens": config.rows})
+        "width": p.width, "k": p.k, "scales": p.scales or 0, "tokens": p.tokens, "task_tokens": config.rows} | strides_of_scales(t))
     pack = PARAMS.pointer_packer.pack
 
     def run(t: PermuteTensors) -> None:

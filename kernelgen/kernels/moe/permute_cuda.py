@@ -7,7 +7,15 @@ from typing import Any
 
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
-from kernelgen.kernels.moe.rows import address, copied_bytes, elements, permute_coverage, permute_verdict
+from kernelgen.kernels.moe.rows import (
+    STRIDES_OF_SCALES,
+    address,
+    copied_bytes,
+    elements,
+    permute_coverage,
+    permute_verdict,
+    strides_of_scales,
+)
 from kernelgen.kernels.rowwise import MAX_BLOCKS, TokenConfig, dependent, legal_tokens, token_configs
 from kernelgen.moe_tensors import PermuteTensors
 from kernelgen.params import ParamStruct
@@ -19,8 +27,8 @@ from kernelgen.verdicts import Verdict, first_no
 # struct MoePermuteParams of the header.
 PARAMS = ParamStruct((
     ("x", "ptr"), ("row_of_slot", "ptr"), ("rows", "ptr"), ("weights", "ptr"), ("scale", "ptr"), ("scale_rows", "ptr"),
-    ("x_stride", "i64"), ("row_stride", "i64"), ("weight_stride", "i64"), ("scale_stride", "i64"), ("width", "i64"), ("k", "i32"),
-    ("scales", "i32"),
+    ("x_stride", "i64"), ("row_stride", "i64"), ("weight_stride", "i64"), *((name, "i64") for name in STRIDES_OF_SCALES),
+    ("width", "i64"), ("k", "i32"), ("scales", "i32"),
 ))
 ENTRY = "moe_permute_cuda"
 
@@ -77,8 +85,7 @@ def bind(problem: MoePermuteProblem, config: TokenConfig, kernel: Any, tensors: 
     tail = PARAMS.pack_scalars({
         "x_stride": t.x.stride(0) * size // per_unit if p.tokens > 1 else 0, "row_stride": t.rows.stride(0) * size // per_unit,
         "weight_stride": t.weights.stride(0) if t.weights is not None else 0,
-        "scale_stride": t.scale.stride(0) if t.scale is not None else 0, "width": p.width * size // per_unit, "k": p.k,
-        "scales": p.scales or 0})
+        "width": p.width * size // per_unit, "k": p.k, "scales": p.scales or 0} | strides_of_scales(t))
     pack = PARAMS.pointer_packer.pack
 
     def run(t: PermuteTensors) -> None:

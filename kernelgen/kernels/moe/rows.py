@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kernelgen.dtypes import DTYPES
+from kernelgen.moe_tensors import PermuteTensors
 from kernelgen.problems.moe import MoePermuteProblem, MoeUnpermuteProblem
 from kernelgen.verdicts import Verdict, first_no
 
@@ -32,6 +33,15 @@ def elements(alignment: int, width: int, *dtypes: str) -> int:
 
 def address(t: torch.Tensor | None) -> int:
     return 0 if t is None else t.data_ptr()
+
+
+STRIDES_OF_SCALES = ("scale_token", "scale_block", "scale_rows_row", "scale_rows_block")
+
+
+def strides_of_scales(t: PermuteTensors) -> dict[str, int]:
+    """Of the scales that move along; 0 without them."""
+    strides = (0,) * 4 if t.scale is None or t.scale_rows is None else (*t.scale.stride(), *t.scale_rows.stride())
+    return dict(zip(STRIDES_OF_SCALES, strides))
 
 
 def permute_verdict(p: MoePermuteProblem, floats: tuple[str, ...]) -> Verdict:

@@ -1,8 +1,8 @@
 """CUDA kernels on the CPU: the real templates over headers that stand in for the instructions of one chip.
 
 What lies under templates/include/kernelgen/cuda is replaced by the files beside this one (cp.async, ldmatrix, mma, shuffles,
-barriers between fibers); attention's own headers are compiled as they are. Slow, and blind to registers and timing, but it
-sees indices, barriers and waits.
+barriers between fibers, shared memory of a cluster); attention's own headers are compiled as they are. Slow, and blind to registers
+and timing, but it sees indices, barriers and waits.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ def _rewritten(text: str) -> str:
 def _library(spec: KernelSpec, folder: Path) -> Path:
     source = render(spec)
     text = _rewritten(source.text) + "".join(
-        f'\nextern "C" void emulate_{entry}(const unsigned* grid, int threads, int lazy, unsigned seed, const void* params) {{\n'
-        f"  emulator::launch(grid, threads, lazy != 0, seed, [=] {{ {entry}(*static_cast<const {kind}*>(params)); }});\n}}\n"
+        f'\nextern "C" void emulate_{entry}(const unsigned* grid, int cluster, int threads, int lazy, unsigned seed, const void* params)'
+        " {\n"
+        f"  emulator::launch(grid, cluster, threads, lazy != 0, seed, [=] {{ {entry}(*static_cast<const {kind}*>(params)); }});\n}}\n"
         for entry, kind in _ENTRY.findall(source.text))
     own = {str(p.relative_to(_HERE)): p.read_text() for p in sorted(_HERE.rglob("*")) if p.suffix in (".h", ".cuh")}
     headers = {name: _rewritten(content) for name, content in source.includes} | own
@@ -80,14 +81,14 @@ class EmulatedKernel:
     def entry(self, name: str, params: ParamStruct | None = None) -> EmulatedKernel:
         return EmulatedKernel(self.spec, self.folder, self.lazy, self.seed, name, params)
 
-    def prepare(self, device: int, *, grid: tuple[int, int, int], block: tuple[int, int, int], shared_memory: int = 0,
-                **_: Any) -> Callable[[bytes], None]:
+    def prepare(self, device: int, *, grid: tuple[int, int, int], block: tuple[int, int, int],
+                cluster: tuple[int, int, int] = (1, 1, 1), **_: Any) -> Callable[[bytes], None]:
         function = getattr(ctypes.CDLL(str(_library(self.spec, self.folder))), f"emulate_{self.name or self.spec.entries[0]}")
         sizes = (ctypes.c_uint * 3)(*grid)
 
         def launch(params: bytes) -> None:
             assert len(params) == (self.params or self.spec.params).size
             buffer = ctypes.create_string_buffer(params, len(params) + 64)
-            function(sizes, block[0], int(self.lazy), self.seed, buffer)
+            function(sizes, cluster[0], block[0], int(self.lazy), self.seed, buffer)
 
         return launch

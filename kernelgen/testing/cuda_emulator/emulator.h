@@ -1,5 +1,5 @@
-// Runs the blocks of a CUDA kernel on the CPU, one after another. A thread is a fiber; warp and block collectives are
-// barriers between fibers. Copies by cp.async land either at once or only when waited for, and the order of fibers is
+// Runs the blocks of a CUDA kernel on the CPU, one after another, those of a cluster together. A thread is a fiber; warp, block and
+// cluster collectives are barriers between fibers. Copies by cp.async land either at once or only when waited for, and the order of fibers is
 // shuffled, so that a missing wait or barrier shows.
 #pragma once
 
@@ -27,6 +27,7 @@ struct Fiber {
   void* stack_pointer = nullptr;
   unsigned char* stack = nullptr;
   Dim3 thread{};
+  int rank = 0;  // of its block in the cluster
   bool done = false;
   std::vector<std::vector<Copy>> groups;  // committed and not yet landed
   std::vector<Copy> open;
@@ -46,13 +47,15 @@ inline std::mt19937 order(1);
 inline std::vector<Fiber> fibers;
 inline std::vector<Barrier> warp_barriers;
 inline std::vector<WarpSlots> warp_slots;
-inline Barrier block_barrier;
-inline int block_flag[2];
+constexpr int kMaxCluster = 8, kSharedBytes = 256 * 1024;
+inline Barrier block_barriers[kMaxCluster], cluster_barrier;
+inline int block_threads, cluster_blocks;
 inline Fiber* current = nullptr;
 inline void* scheduler_stack_pointer = nullptr;
 inline std::function<void()> body;
 inline Dim3 block_index, grid_size;
-alignas(128) inline unsigned char dynamic_shared[256 * 1024];
+alignas(128) inline unsigned char cluster_shared[kMaxCluster][kSharedBytes];
+inline unsigned char* dynamic_shared = cluster_shared[0];  // of the block whose thread runs
 
 extern "C" void emulator_switch(void** from, void* to);
 __asm__(R"(
@@ -77,7 +80,7 @@ emulator_switch:
 
 inline void yield() { emulator_switch(&current->stack_pointer, scheduler_stack_pointer); }
 inline int thread() { return static_cast<int>(current->thread.x); }
-inline int warp() { return thread() / 32; }
+inline int warp() { return current->rank * ((block_threads + 31) / 32) + thread() / 32; }  // of the cluster
 
 inline void release(Barrier& barrier) {
   if (barrier.waiting == barrier.alive && barrier.alive > 0) {
@@ -92,6 +95,7 @@ inline void wait(Barrier& barrier) {
   while (barrier.generation == generation) yield();
 }
 inline void warp_wait() { wait(warp_barriers[warp()]); }
+inline void block_wait() { wait(block_barriers[current->rank]); }
 
 inline void land(const Copy& copy) {
   std::memset(copy.target, 0, copy.size);
@@ -126,25 +130,33 @@ inline void entry() {
   }
   current->done = true;
   --warp_barriers[warp()].alive;
-  --block_barrier.alive;
+  --block_barriers[current->rank].alive;
+  --cluster_barrier.alive;
   release(warp_barriers[warp()]);
-  release(block_barrier);
+  release(block_barriers[current->rank]);
+  release(cluster_barrier);
   yield();
   std::abort();
 }
 
-inline void run_block(int threads) {
+// Blocks first .. first + blocks - 1 along x.
+inline void run_cluster(Dim3 first, int blocks, int threads) {
   constexpr size_t kStack = 256 * 1024;
-  if (static_cast<int>(fibers.size()) < threads) fibers.resize(threads);
-  warp_barriers.assign((threads + 31) / 32, Barrier{0, 0, 32});
-  warp_slots.resize((threads + 31) / 32);
-  block_barrier = Barrier{0, 0, threads};
-  std::memset(dynamic_shared, 0xff, sizeof(dynamic_shared));  // NaN in every type
-  std::vector<int> queue(threads);
-  for (int i = 0; i < threads; ++i) {
+  const int all = blocks * threads, warps = blocks * ((threads + 31) / 32);
+  block_threads = threads;
+  cluster_blocks = blocks;
+  if (static_cast<int>(fibers.size()) < all) fibers.resize(all);
+  warp_barriers.assign(warps, Barrier{0, 0, 32});
+  warp_slots.resize(warps);
+  for (int rank = 0; rank < blocks; ++rank) block_barriers[rank] = Barrier{0, 0, threads};
+  cluster_barrier = Barrier{0, 0, all};
+  std::memset(cluster_shared, 0xff, static_cast<size_t>(blocks) * kSharedBytes);  // NaN in every type
+  std::vector<int> queue(all);
+  for (int i = 0; i < all; ++i) {
     Fiber& f = fibers[i];
     if (f.stack == nullptr) f.stack = static_cast<unsigned char*>(std::aligned_alloc(64, kStack));
-    f.thread = {static_cast<unsigned>(i), 0, 0};
+    f.thread = {static_cast<unsigned>(i % threads), 0, 0};
+    f.rank = i / threads;
     f.done = false;
     f.groups.clear();
     f.open.clear();
@@ -159,6 +171,8 @@ inline void run_block(int threads) {
     std::shuffle(queue.begin(), queue.end(), order);
     for (int i : queue) {
       current = &fibers[i];
+      block_index = {first.x + current->rank, first.y, first.z};
+      dynamic_shared = cluster_shared[current->rank];
       emulator_switch(&scheduler_stack_pointer, current->stack_pointer);
     }
     queue.erase(std::remove_if(queue.begin(), queue.end(), [](int i) { return fibers[i].done; }), queue.end());
@@ -166,17 +180,14 @@ inline void run_block(int threads) {
 }
 
 template <class F>
-void launch(const unsigned* grid, int threads, bool lazy, unsigned seed, F f) {
+void launch(const unsigned* grid, int cluster, int threads, bool lazy, unsigned seed, F f) {
   lazy_copies = lazy;
   order.seed(seed);
   body = f;
   grid_size = {grid[0], grid[1], grid[2]};
   for (unsigned z = 0; z < grid[2]; ++z) {
     for (unsigned y = 0; y < grid[1]; ++y) {
-      for (unsigned x = 0; x < grid[0]; ++x) {
-        block_index = {x, y, z};
-        run_block(threads);
-      }
+      for (unsigned x = 0; x < grid[0]; x += cluster) run_cluster({x, y, z}, cluster, threads);
     }
   }
 }
@@ -196,6 +207,9 @@ void launch(const unsigned* grid, int threads, bool lazy, unsigned seed, F f) {
 
 struct float2 {
   float x, y;
+};
+struct float4 {
+  float x, y, z, w;
 };
 struct uint2 {
   unsigned x, y;
@@ -227,7 +241,7 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
   for (int i = 0; i < 4; ++i) result |= static_cast<unsigned>((both >> ((selector >> (4 * i) & 7) * 8)) & 0xff) << (8 * i);
   return result;
 }
-inline void __syncthreads() { emulator::wait(emulator::block_barrier); }
+inline void __syncthreads() { emulator::block_wait(); }
 inline void __syncwarp() { emulator::warp_wait(); }
 inline bool __syncthreads_or(bool flag) {
   static int any = 0;

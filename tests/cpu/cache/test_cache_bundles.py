@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import shutil
+import signal
 import stat
+import subprocess
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from kernelgen.cache.bundles import MANIFEST, export_bundle, import_bundle
+from kernelgen import settings
+from kernelgen.cache.bundles import export_bundle, import_bundle
+from kernelgen.cache.listing import MANIFEST, SUMS, digest_of
 from kernelgen.cache.maintenance import ls, verify
+from kernelgen.cache.shelf import Shelf
 from kernelgen.cache.store import BuildOutput, Store
 from kernelgen.cache.testing import STUB_TOOLCHAIN, StubCompiler, run_script, shared_folder, stub_request
 from kernelgen.errors import CacheError
@@ -137,21 +144,143 @@ def test_files_that_an_entry_does_not_list_stay_behind(store: Store, tmp_path: P
     assert list(other.root.rglob("sitecustomize.py")) == []
 
 
-@pytest.mark.parametrize("name", ["bundle.tar", "bundle"])
-def test_broken_entries_are_refused_and_the_others_come_in(store: Store, tmp_path: Path, name: str) -> None:
-    layer = export_bundle(store, tmp_path / "layer").path
-    (layer / REQUESTS[0].key / STUB_TOOLCHAIN.key / "kernel.bin").write_bytes(b"changed")
-    if name == "bundle.tar":
-        with tarfile.open(tmp_path / name, "w") as archive:  # as `tar cf bundle.tar .` packs it
-            archive.add(layer, ".")
+def packed(folder: Path, name: str) -> Path:
+    """A folder bundle as it is, or as `tar cf bundle.tar .` packs it."""
+    target = folder.with_name(name)
+    if name.endswith(".tar"):
+        with tarfile.open(target, "w") as archive:
+            archive.add(folder, ".")
     else:
-        layer.rename(tmp_path / name)
+        folder.rename(target)
+    return target
+
+
+@pytest.mark.parametrize("name", ["bundle.tar", "bundle"])
+@pytest.mark.parametrize("damage", ["changed", "missing", "link"])
+def test_a_file_that_is_not_the_listed_one_refuses_the_bundle(store: Store, tmp_path: Path, name: str, damage: str) -> None:
+    """The list covers every file; nothing is taken of a bundle that is not as it was exported."""
+    layer = export_bundle(store, tmp_path / "layer").path
+    victim = layer / REQUESTS[0].key / STUB_TOOLCHAIN.key / "kernel.bin"
+    data = victim.read_bytes()
+    victim.unlink()
+    if damage == "changed":
+        victim.write_bytes(b"x" + data[1:])
+    elif damage == "link":
+        (tmp_path / "same").write_bytes(data)
+        victim.symlink_to(tmp_path / "same")
     other = Store(tmp_path / "other")
-    report = import_bundle(other, tmp_path / name)
+    with pytest.raises(CacheError, match="does not match its checksum|is missing|is not a file|is a link") as refusal:
+        import_bundle(other, packed(layer, name))
+    assert "kernel.bin" in str(refusal.value) and list(other.root.iterdir()) == []
+
+
+def test_the_list_is_that_of_sha256sum_and_its_digest_names_the_bundle(store: Store, tmp_path: Path) -> None:
+    report = export_bundle(store, tmp_path / "layer")
+    check = ["sha256sum", "--check", "--strict", "--quiet", SUMS]
+    done = subprocess.run(check, cwd=report.path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    listed = {line.split("  ")[1] for line in (report.path / SUMS).read_text().splitlines()}
+    assert listed == {str(p.relative_to(report.path)) for p in report.path.rglob("*") if p.is_file()} - {SUMS}
+    other = Store(tmp_path / "other")
+    with pytest.raises(CacheError, match=f"its digest is {report.digest}, expected {'0' * 64}"):
+        import_bundle(other, report.path, expect="0" * 64)
+    assert list(other.root.iterdir()) == [] and import_bundle(other, report.path, expect=report.digest).digest == report.digest
+
+
+def test_a_consistent_list_does_not_save_a_broken_entry(store: Store, tmp_path: Path) -> None:
+    """Made by hand, with sums that fit: the entry's own checksums refuse it, the others come in."""
+    layer = export_bundle(store, tmp_path / "layer").path
+    broken = layer / REQUESTS[0].key / STUB_TOOLCHAIN.key / "kernel.bin"
+    old = digest_of(broken.read_bytes())
+    broken.write_bytes(b"changed")
+    (layer / SUMS).write_text((layer / SUMS).read_text().replace(old, digest_of(b"changed")))
+    other = Store(tmp_path / "other")
+    report = import_bundle(other, layer)
     assert len(report.imported) == 2
     assert report.refused == ((f"{REQUESTS[0].key}/{STUB_TOOLCHAIN.key}",
                                f"kernel.bin has 7 bytes, expected {9 + len(REQUESTS[0].source)}"),)
     assert other.get(REQUESTS[0], STUB_TOOLCHAIN) is None and other.get(REQUESTS[1], STUB_TOOLCHAIN) is not None
+
+
+@pytest.mark.parametrize("edit", [
+    lambda text: text.replace("  ", " ", 1), lambda text: text + text, lambda text: text[:-1], lambda text: "",
+    lambda text: text + f"{'0' * 64}  ../evil\n", lambda text: text + f"{'0' * 64}  /etc/passwd\n", lambda text: "\ud800".join(text[:9]),
+])
+def test_a_list_that_is_none_is_refused(store: Store, tmp_path: Path, edit: Callable[[str], str]) -> None:
+    layer = export_bundle(store, tmp_path / "layer").path
+    (layer / SUMS).write_text(edit((layer / SUMS).read_text()), errors="surrogatepass")
+    other = Store(tmp_path / "other")
+    with pytest.raises(CacheError, match="is refused"):
+        import_bundle(other, layer)
+    assert list(other.root.iterdir()) == []
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Run ``work`` in a fork; its process id."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException:  # noqa: BLE001 - the parent looks at the status
+            os._exit(1)
+    return pid
+
+
+def test_two_importers_and_a_killed_one(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each entry is published once and whole; what the killed one left is no entry, and the next import completes it."""
+    bundle, root = export_bundle(store, tmp_path / "bundle.tar").path, tmp_path / "other"
+    adopt, count = Shelf.adopt, iter(range(9))
+
+    def killed(shelf: Shelf, folder: Path, request: str, toolchain: str) -> bool:
+        if next(count) == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return adopt(shelf, folder, request, toolchain)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Shelf, "adopt", killed)
+        assert os.waitstatus_to_exitcode(os.waitpid(in_child(lambda: void(import_bundle(Store(root), bundle))), 0)[1]) == -signal.SIGKILL
+    assert len(ls(Store(root))) == 1 and verify(Store(root)).problems == ()
+    pids = [in_child(lambda: void(import_bundle(Store(root), bundle))) for _ in range(2)]
+    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0, 0]
+    assert verify(Store(root)).checked == 3 and verify(Store(root)).problems == ()
+    assert len(import_bundle(Store(root), bundle).present) == 3
+
+
+def void(value: object) -> None:
+    pass
+
+
+def test_a_full_disk_and_places_that_cannot_be_written(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = export_bundle(store, tmp_path / "bundle.tar").path
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=9, used=9, free=100))
+        with pytest.raises(CacheError, match="no space left"):
+            import_bundle(Store(tmp_path / "full"), bundle)
+    assert list((tmp_path / "full").iterdir()) == []
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file" / "x.tar", tmp_path / "nowhere" / "x.tar", tmp_path / "file" / "x"):
+        with pytest.raises(CacheError, match=f"{place} cannot be written"):
+            export_bundle(store, place)
+    with pytest.raises(CacheError, match="cannot be (read|written)|does not exist|failed"):
+        import_bundle(Store(tmp_path / "new"), tmp_path / "file" / "x.tar")
+
+
+@pytest.mark.parametrize("length", [0, 511, 512, 1024, 5000])
+def test_a_tar_cut_anywhere_imports_nothing(store: Store, tmp_path: Path, length: int) -> None:
+    bundle = export_bundle(store, tmp_path / "bundle.tar").path
+    bundle.write_bytes(bundle.read_bytes()[:length])
+    other = Store(tmp_path / "other")
+    with pytest.raises(CacheError):
+        import_bundle(other, bundle)
+    assert list(other.root.iterdir()) == []
+
+
+def test_a_layer_of_another_bundle_format_is_an_error(store: Store, tmp_path: Path) -> None:
+    layer = export_bundle(store, tmp_path / "layer").path
+    (layer / MANIFEST).write_text('{"format": 99}')
+    with pytest.raises(CacheError, match="bundle format 99; this release reads 2"):
+        Store(tmp_path / "own", [layer]).get(REQUESTS[0], STUB_TOOLCHAIN)
 
 
 def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.TarInfo:
@@ -207,7 +336,7 @@ def other_format(path: Path) -> None:
 
 @pytest.mark.parametrize(("damage", "reason"), [
     (no_tar, "damaged or no tar file"), (truncated, "damaged or no tar file|cannot be understood"),
-    (without_manifest, f"has no {MANIFEST}"), (other_format, "bundle format 99; this release reads 1"),
+    (without_manifest, f"has no {MANIFEST}"), (other_format, "bundle format 99; this release reads 2"),
 ])
 def test_files_that_are_no_bundle_are_named(store: Store, tmp_path: Path, damage: Callable[[Path], None], reason: str) -> None:
     bundle = export_bundle(store, tmp_path / "bundle.tar").path
@@ -220,3 +349,21 @@ def test_files_that_are_no_bundle_are_named(store: Store, tmp_path: Path, damage
 def test_a_folder_that_is_no_bundle_is_named(store: Store, tmp_path: Path) -> None:
     with pytest.raises(CacheError, match=f"{MANIFEST} cannot be read"):
         import_bundle(Store(tmp_path / "other"), store.root)
+
+
+def test_without_any_place_to_write_layers_serve_offline(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that is read-only throughout: with KERNELGEN_JIT=0 no root is needed, otherwise that is the error."""
+    layer = export_bundle(store, tmp_path / "layer").path
+
+    def nowhere() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr("tempfile.gettempdir", nowhere)
+    monkeypatch.setenv("HOME", "/nonexistent")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    with settings.override(cache_dir=None, jit=False):
+        bare = Store(layers=[layer])
+        assert bare.get(REQUESTS[0], None) is not None and bare.get(stub_request("other"), None) is None
+        assert bare.search_path == (layer,) and len(ls(bare)) == 3
+    with settings.override(cache_dir=None), pytest.raises(CacheError, match="no folder for the kernel cache"):
+        Store(layers=[layer]).get(REQUESTS[0], None)

@@ -240,7 +240,7 @@ def test_cli_export_and_import(store: Store, tmp_path: Path) -> None:
     bundle = tmp_path / "bundle.tar"
     assert "2 entries" in run(store, "export", str(bundle), "gemm_0*", "gemm_1*").output
     names = subprocess.run(["tar", "tf", bundle], capture_output=True, text=True, check=True).stdout.split()
-    assert len(names) == 9 and names[0] == "bundle.json"
+    assert len(names) == 10 and names[:2] == ["bundle.json", "SHA256SUMS"]
     other = Store(tmp_path / "other")
     assert "2 new, 0 were there, 0 refused" in run(other, "import", str(bundle)).output
     assert len(json.loads(run(other, "import", str(bundle), "--json").output)["present"]) == 2

@@ -1,4 +1,4 @@
-"""gemm/dense_sm90 and gemm/skinny_sm90 without a GPU: everything compiles, tuned kernels keep their resources, choices and refusals.
+"""The Hopper products without a GPU: everything compiles, tuned kernels keep their resources, choices and refusals.
 
 The table beside this file holds registers, spills and shared memory of the tuned kernels. After a change that moves
 them on purpose: ``python tests/cpu/kernels/test_gemm_sm90_compile.py`` writes it anew.
@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from kernelgen import build
-from kernelgen.kernels.gemm import dense_sm90, grouped_sm90, skinny_sm90
+from kernelgen.dispatch.select import choose
+from kernelgen.kernels.gemm import dense_sm90, grouped_sm90, packed_sm90, skinny_sm90
 from kernelgen.problems.gemm import GemmProblem, GroupedGemmProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
@@ -28,23 +29,30 @@ BASE = GemmProblem(1, 4096, 4096, 4096, "bf16", "bf16", "bf16", b_order="col")
 FP8 = replace(BASE, a_dtype="e4m3", b_dtype="e4m3", scales="row")
 BLOCKS = replace(FP8, scales="block_128x128")
 FAMILIES = (dense_sm90.FAMILY, skinny_sm90.FAMILY)
-GROUPED = grouped_sm90.FAMILY
+GROUPED, PACKED = grouped_sm90.FAMILY, packed_sm90.FAMILY
+WEIGHT = replace(BASE, n=8192, k=8192, b_dtype="int4", weight_format="int4", group_size=128, scale_dtype="bf16")
+MXFP4 = replace(WEIGHT, b_dtype="mxfp4", weight_format="mxfp4", group_size=32, scale_dtype="e8m0")
 
 
 def tuned_specs() -> list[KernelSpec]:
     """Every measured dense config, and for few rows the first choice of each power of two."""
     kinds = {"plain": BASE, "promoted": FP8, "blocks": BLOCKS}
     dense = [(kinds[kind], m.config) for kind, measured in dense_sm90.MEASURED.items() for m in measured]
-    specs = [dense_sm90.spec(p, H200, config) for p, config in dense]
+    dense += [(BASE, m.config) for m in dense_sm90.MIDDLE]
+    specs = list(dict.fromkeys(dense_sm90.spec(p, H200, config) for p, config in dense))
     for base in (BASE, FP8, BLOCKS):
         for m in (1, 16, 64, 128):
             problem = replace(base, m=m)
             specs.append(skinny_sm90.spec(problem, H200, next(iter(skinny_sm90.candidates(problem, H200)))))
-    return specs
+    for base in (WEIGHT, replace(WEIGHT, zero_points=True, group_size=32), MXFP4):
+        for m in (1, 8, 16):
+            problem = replace(base, m=m)
+            specs.append(packed_sm90.spec(problem, H200, next(iter(packed_sm90.candidates(problem, H200)))))
+    return list(dict.fromkeys(specs))
 
 
 def test_coverage_compiles() -> None:
-    for name, report in compiled([spec for family in (*FAMILIES, GROUPED) for spec in covered(family, H200)]).items():
+    for name, report in compiled([spec for family in (*FAMILIES, GROUPED, PACKED) for spec in covered(family, H200)]).items():
         assert report["registers"] <= 255, (name, report)
 
 
@@ -67,7 +75,9 @@ def test_epilogues_do_not_spill(family: Any, base: GemmProblem) -> None:
     """The largest tiles, with what takes most registers beside them."""
     configs = sorted((m.config for m in dense_sm90.MEASURED["plain"]), key=lambda c: -c.mma_m * c.block_n)[:4]
     problems = (base, replace(base, activation="swiglu", gate_up="interleaved"),
-                replace(base, activation="silu", bias=True, bias_dtype="bf16"))
+                replace(base, activation="swiglu_oai", gate_up="interleaved", bias=True, bias_dtype="bf16"),
+                replace(base, activation="silu", bias=True, bias_dtype="bf16"),
+                replace(base, activation="swiglu_oai", bias=True, bias_dtype="bf16", out_dtype="e4m3", out_scale="block_1x128"))
     specs = [family.spec(p, H200, c) for p in problems for c in configs if family.legal(p, H200, c)]
     assert len(specs) >= 8
     for name, report in compiled(specs).items():
@@ -93,6 +103,55 @@ def test_skinny_choices_are_those_of_the_search() -> None:
     assert all(len(values) >= 20 for values in regrets.values())
     assert means["bf16"] < 1.01 and means["fp8-row"] < 1.02 and means["fp8-block"] < 1.01, means
     assert worst["bf16"] < 1.04 and worst["fp8-row"] < 1.14 and worst["fp8-block"] < 1.03, worst
+
+
+def test_choices_for_batches_are_those_of_the_search() -> None:
+    """MLA's absorbed weights: the family and the config that dispatch chooses, against the committed times of every config."""
+    searched = json.loads((Path(__file__).parents[3] / "tools/bench/results/tried/h200_batched.json").read_text())["lines"]
+    assert len(searched) == 14
+    for line in searched:
+        batch, m, n, k, order = re.fullmatch(  # type: ignore[union-attr]
+            r"gemm\[b=(\d+) m=(\d+) n=(\d+) k=(\d+) bf16->bf16 a=row b=(\w+)\]", line["problem"]).groups()
+        problem = replace(BASE, batch=int(batch), m=int(m), n=int(n), k=int(k), b_order=order, batched_b=True)
+        chosen = choose(problem, H200, live=False).chosen
+        assert chosen is not None and chosen.backend == "generated", line["problem"]
+        us = line["us"][f"{chosen.kernel.removeprefix('gemm/').removesuffix('_sm90')} {chosen.config}"]
+        assert us < 1.05 * min(line["us"].values()) and us < 0.96 * line["us"]["torch.bmm"], (line["problem"], chosen, us)
+
+
+def test_packed_choices_are_those_of_the_search() -> None:
+    """The first choice is the fastest of this kernel in the committed run, or within 1 %; dispatch takes it exactly where it is faster."""
+    run = json.loads((Path(__file__).parents[3] / "tools/bench/results/tried/h200_packed_sm90.json").read_text())["runs"][0]
+    checked = 0
+    for line in run["lines"]:
+        recipe, *sizes = re.fullmatch(r"gemm\[(\S+) m=(\d+) n=(\d+) k=(\d+)\]", line["problem"]).groups()  # type: ignore[union-attr]
+        m, n, k = map(int, sizes)
+        problem = replace({"int4": WEIGHT, "mxfp4": MXFP4}[recipe], m=m, n=n, k=k)
+        if not packed_sm90.supports(problem, H200):
+            assert m > packed_sm90.MAX_ROWS
+            continue
+        own = {name.removeprefix("packed_sm90 "): us for name, us in line["us"].items() if name.startswith("packed_sm90 ")}
+        first = str(next(iter(packed_sm90.candidates(problem, H200))))
+        assert own[first] <= 1.01 * min(own.values()), (line["problem"], first)
+        assert str(choose(problem, H200, "generated").chosen.kernel) == "gemm/packed_sm90"  # type: ignore[union-attr]
+        checked += 1
+    assert checked == 6
+    for shape in ({"n": 28672, "k": 4096}, {"n": 7168, "k": 2048}):  # two waves; too small: not timed, so left to packed_skinny
+        assert choose(replace(WEIGHT, m=8, **shape), H200, "generated").chosen.kernel == "gemm/packed_skinny"  # type: ignore[union-attr]
+
+
+def test_dense_choices_are_those_of_the_search() -> None:
+    """The same of dense tiles for 129 - 1023 rows, K shared out or not."""
+    searched = json.loads((Path(__file__).parents[3] / "tools/bench/results/tried/h200_tune_dense.json").read_text())["lines"]
+    regrets, ratios = [], []
+    for line in searched:
+        m, n, k = map(int, re.fullmatch(r"gemm\[bf16 m=(\d+) n=(\d+) k=(\d+)\]", line["problem"]).groups())  # type: ignore[union-attr]
+        times = {name.removeprefix("dense_sm90 "): us for name, us in line["us"].items() if name != "torch"}
+        chosen = times.get(str(next(iter(dense_sm90.candidates(replace(BASE, m=m, n=n, k=k), H200)))), math.inf)
+        regrets.append(math.log(chosen / min(times.values())))
+        ratios.append(math.log(line["us"]["torch"] / chosen))
+    assert len(regrets) == 30 and sum(regrets) / 30 < math.log(1.01) and max(regrets) < math.log(1.06), regrets
+    assert sum(ratios) / 30 > math.log(1.03), "against cuBLAS in the mean"
 
 
 def test_every_problem_has_a_config() -> None:
@@ -145,7 +204,14 @@ def test_illegal_configs_say_why() -> None:
         (dense_sm90, BASE, C(2, 2, 256, 2), "accumulators"), (dense_sm90, BASE, C(1, 2, 256, 6), "shared memory"),
         (dense_sm90, replace(BASE, b_order="row"), C(1, 2, 208, 4), "64 columns"),
         (dense_sm90, BASE, C(1, 1, 64, 4, pingpong=True), "turns"),
-        (dense_sm90, BASE, C(1, 2, 260, 4), "steps of 8"), (skinny_sm90, replace(BASE, m=17), S(1, 136, 4), "at most 128"),
+        (dense_sm90, BASE, C(1, 2, 260, 4), "steps of 8"), (skinny_sm90, replace(BASE, m=17), S(1, 264, 4), "at most 256"),
+        (dense_sm90, BASE, C(1, 2, 128, 4, split_k=3), "share K"),
+        (dense_sm90, replace(BASE, k=200), C(1, 2, 128, 4, split_k=8), "a K of 200"),
+        (dense_sm90, BASE, C(1, 2, 128, 4, 2, 1, split_k=2), "one tile"),
+        (dense_sm90, BASE, C(2, 2, 128, 4, split_k=2, pingpong=True), "take turns"),
+        (dense_sm90, BASE, C(1, 2, 128, 4, resident=2), "blocks of an SM"), (dense_sm90, BASE, C(1, 3, 200, 4), "128 registers"),
+        (dense_sm90, BASE, C(1, 1, 128, 6, resident=2), "shared memory"),
+        (skinny_sm90, replace(BASE, m=192), S(2, 192, 4, 1, 2), "accumulators"),
         (skinny_sm90, replace(BASE, m=1), S(1, 8, 4, split_k=3), "clusters of"),
         (skinny_sm90, replace(BASE, m=1), S(1, 8, 1), "two or more"),
         (skinny_sm90, replace(BASE, m=1), S(1, 8, 7, groups=4), "two or more"),

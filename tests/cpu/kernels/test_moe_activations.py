@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kernelgen import build
-from kernelgen.kernels.gemm import grouped_gemm_cpu, grouped_gemm_mma, grouped_sm90
+from kernelgen.kernels.gemm import dense_sm90, grouped_gemm_cpu, grouped_gemm_mma, grouped_sm90, skinny_sm90
 from kernelgen.kernels.gemm.gemm_mma import Config
-from kernelgen.problems.gemm import ACTIVATIONS, MORE_ACTIVATIONS, GroupedGemmProblem
+from kernelgen.problems.gemm import MORE_ACTIVATIONS, GemmProblem, GroupedGemmProblem
 from kernelgen.settings import settings
 from kernelgen.targets import Target, target_of
 from kernelgen.testing.cuda_emulator import EmulatedKernel
@@ -33,13 +33,12 @@ def test_mma_emulated(case: tuple) -> None:
                    Config(32, 32, 32, 2, 1, stages=2))
 
 
-def test_who_has_which() -> None:
-    """Every activation is in the portable kernels, gemm's own in the Hopper ones too; what these lack they refuse by name."""
+def test_every_product_has_every_activation() -> None:
     for activation in MORE_ACTIVATIONS:
         problem = GroupedGemmProblem(8, 64, 256, 128, "bf16", "bf16", "bf16", b_order="col", batched_b=True, activation=activation)
         assert grouped_gemm_mma.supports(problem, TARGET) and grouped_gemm_cpu.supports(problem, Target.parse("cpu-x86-64-v3"))
-        hopper = grouped_sm90.supports(problem, TARGET)
-        assert bool(hopper) == (activation in ACTIVATIONS)
-        assert hopper or activation in hopper.reason
+        assert grouped_sm90.supports(problem, TARGET)
+        single = GemmProblem(1, 64, 256, 128, "bf16", "bf16", "bf16", b_order="col", activation=activation)
+        assert dense_sm90.supports(single, TARGET) and skinny_sm90.supports(single, TARGET)
         assert problem.outputs == (256 if activation in ("relu", "relu2", "gelu", "gelu_tanh", "silu") else 128)
         assert problem.clamped == (activation == "swiglu_oai" or activation.endswith("clamped"))

@@ -56,9 +56,21 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_layer(name: str) -> None:
-    c, folder = CASES[name](), settings().cache_dir / "emulated"
+    check(name, CASES[name]())
+
+
+def test_first_product_writes_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Hopper, whose kernels no emulator runs: the steps hand codes and scales on."""
+    monkeypatch.setattr("kernelgen.kernels.moe.layer.writes_codes", lambda problem, target: True)
+    names = check("codes of the first product", CASES["fp8 blocks"]())
+    assert "up" in names and "quantize_hidden" not in names
+
+
+def check(name: str, c: dict[str, Any]) -> list[str]:
+    """The names of the steps."""
+    folder = settings().cache_dir / "emulated"
     problem, tensors = describe_moe(**(DEFAULTS | c))
-    steps = dict(COMPOSITION.steps(problem))
+    steps = dict(COMPOSITION.steps(problem, TARGET))
 
     def prepare(step: str, given: Any) -> Callable[[Any], Any]:
         chosen = choose(steps[step], TARGET, "generated", live=False).chosen
@@ -70,7 +82,7 @@ def test_layer(name: str) -> None:
         return family.bind(steps[step], config, EmulatedKernel(family.spec(steps[step], TARGET, config), Path(folder)), given)
 
     assert COMPOSITION.supports(problem, TARGET)
-    run = COMPOSITION.bind(problem, prepare, tensors)
+    run = COMPOSITION.bind(problem, tuple(steps), prepare, tensors)
     made = []
     for _ in range(2):
         poison_(tensors.out)
@@ -78,3 +90,4 @@ def test_layer(name: str) -> None:
         made.append(tensors.out.clone())
     assert_bits_equal(made[1], made[0], what=f"{name}, again")
     assert_close_to_reference(made[0], ref.moe(**oracle(c)), plain(c), what=name)
+    return list(steps)

@@ -29,6 +29,14 @@ __device__ inline void store_word(uint32_t shared, uint32_t word) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(word) : "memory");
 }
 
+__device__ inline void load_pair(uint32_t (&words)[2], uint32_t shared) {
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(shared) : "memory");
+}
+
+// Brings the line of an address to L2. Nothing is read, so this may run before a kernel whose writes it would have to see: those go
+// to L2 as well.
+__device__ inline void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
+
 // Stores 16 bytes to global memory aligned to `Alignment` bytes.
 template <int Alignment>
 __device__ inline void store_16_aligned(void* target, const uint32_t (&words)[4]) {

@@ -1,14 +1,19 @@
 // Scales of blocks of 128 along k on their way into the sums of gemm/dense_sm90.
 //
-// Every stage of the ring has a place for the scales of its rows and columns. One warp beside the copying one fills it with 4-byte
-// copies, which take scales in either order and at any alignment, as far ahead as the operands: a consumer that loads them itself
-// waits behind the copies of operands in the queue to L2, even two steps ahead (4096 x 4096 x 7168, H200, 2026-11-30: 26 % more
-// cycles than without scales).
+// Every stage of the ring has a place for the scales of its rows and columns, filled as far ahead as the operands: a consumer that
+// loads them itself waits behind the copies of operands in the queue to L2, even two steps ahead (4096 x 4096 x 7168, H200, 2026-11-30:
+// 26 % more cycles than without scales). Two ways:
+//
+//   TMA     rows that lie one behind the other, at 16 bytes, and a scale for 128 columns (p.scales_by_tma): the copying warp brings the
+//           rows' by TMA; another one loads those of columns for 32 steps at a time, and writes one step's into each stage
+//   gather  any order and alignment: that other warp brings all by 4-byte copies. They slow the products down: 320,000 cycles where
+//           nothing copied at all takes 268,000, and one such copy a step takes most of the difference
 #pragma once
 
 #include <kernelgen/cuda/cp_async.cuh>
 #include <kernelgen/cuda/warp.cuh>
 #include <kernelgen/gemm/tiles_sm90.cuh>
+#include <kernelgen/sm90/barrier.cuh>
 #include <kernelgen/sm90/wgmma.cuh>
 
 namespace kernelgen {
@@ -23,25 +28,76 @@ struct BlockScales {
   // Columns of the tile that share a scale wherever it begins: tiles begin at multiples of their width.
   static constexpr int kRun = kEach ? 1 : greatest_common_divisor(Epilogue::kSplit ? Epilogue::kOutputs : Options::kBlockN, 128);
   static constexpr int kRuns = Options::kBlockN / kRun;
-  static constexpr int kBytes = round_up((BlockM + kRuns) * 4, 128);  // of a stage: rows, then runs of columns
-  static constexpr int kFillers = kWarpSize;                          // arrivals at the stage's full barrier
+  // Rows of groups begin anywhere, a box at a multiple of four.
+  static constexpr int kBoxRows = BlockM <= 192 ? BlockM : BlockM / 2, kBoxes = BlockM / kBoxRows, kSlack = Epilogue::kRowGroups ? 4 : 0;
+  static constexpr int kBoxBytes = round_up((kBoxRows + kSlack) * 4, 128);
+  static constexpr int kColumnsAt = kBoxes * kBoxBytes;
+  static constexpr int kBytes = round_up(kColumnsAt + kRuns * 4, 128);  // of a stage: rows, then runs of columns
+  static constexpr int kFillers = kWarpSize;                            // arrivals of the warp of scales at the stage's full barrier
   // Scales of all columns are too many for registers: they are read where they lie, and the stage is given back after that.
   static constexpr bool kHoldsStage = kEach;
 
-  // Those of block `block` of k, by one warp.
-  __device__ static void copy(uint32_t target, const DenseSm90Params& p, const OutputTile& tile, int block) {
+  static constexpr bool kByTma = !kEach;
+
+  __device__ static uint32_t row_at(int row) { return row / kBoxRows * kBoxBytes + row % kBoxRows * 4; }
+
+  // Bytes of copy_rows().
+  __device__ static int row_bytes(const DenseSm90Params& p) {
+    return kByTma && p.scales_by_tma ? kBoxes * (kBoxRows + kSlack) * 4 : 0;
+  }
+
+  // Those of the rows by TMA, by one thread.
+  __device__ static void copy_rows(uint32_t target, const DenseSm90Params& p, uint32_t barrier, const OutputTile& tile, int block) {
+    if (!kByTma || !p.scales_by_tma) return;
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box) {
+      const int row = tile.m + box * kBoxRows;
+      tma_load(target + box * kBoxBytes, p.map_scales, barrier, kSlack ? row / 4 * 4 : row, block, tile.batch_a);
+    }
+  }
+
+  // Scales of columns, for up to 32 steps: a step per lane.
+  struct Columns {
+    float runs[kRuns];
+  };
+
+  __device__ static void load_columns(Columns& columns, const DenseSm90Params& p, const OutputTile& tile, int block) {
+    const int64_t mine = min(block + lane_id(), ceil_div(p.k, 128) - 1);
+    const float* b = p.scale_b + tile.batch_b * p.scale_b_batch + mine * p.scale_b_block;
+#pragma unroll
+    for (int run = 0; run < kRuns; ++run) {
+      const int column = min(Epilogue::column_of_b(p, tile.n, run * kRun), p.n - 1) / Options::kScaleColumns;
+      columns.runs[run] = b[static_cast<int64_t>(column) * p.scale_b_column];
+    }
+  }
+
+  // Those of step `step` of 32 into a stage, and the arrivals.
+  __device__ static void write_columns(uint32_t target, const Columns& columns, int step, uint32_t barrier) {
+    float mine = 0.0f;
+#pragma unroll
+    for (int run = 0; run < kRuns; ++run) {
+      const float x = __shfl_sync(kFullWarp, columns.runs[run], step);
+      if (lane_id() == run) mine = x;
+    }
+    if (lane_id() < kRuns) store_float(target + kColumnsAt + lane_id() * 4, mine);
+    __syncwarp();
+    if (lane_id() == 0) barrier_arrive(barrier, kFillers);
+  }
+
+  // All of block `block` of k, by one warp.
+  __device__ static void gather(uint32_t target, const DenseSm90Params& p, const OutputTile& tile, int block) {
     const float* a = p.scale_a + tile.batch_a * p.scale_a_batch + static_cast<int64_t>(block) * p.scale_a_block;
     const float* b = p.scale_b + tile.batch_b * p.scale_b_batch + static_cast<int64_t>(block) * p.scale_b_block;
-#pragma unroll
+#pragma unroll 1  // this warp has 40 registers
     for (int i = 0; i < BlockM / kWarpSize; ++i) {
       const int row = i * kWarpSize + lane_id();
-      cp_async_4(target + row * 4, a + static_cast<int64_t>(min(tile.m + row, p.m - 1)) * p.scale_a_row);
+      cp_async_4(target + row_at(row), a + static_cast<int64_t>(min(tile.m + row, p.m - 1)) * p.scale_a_row);
     }
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < ceil_div(kRuns, kWarpSize); ++i) {
       const int run = i * kWarpSize + lane_id();
       const int column = min(Epilogue::column_of_b(p, tile.n, run * kRun), p.n - 1) / Options::kScaleColumns;
-      if (run < kRuns) cp_async_4(target + (BlockM + run) * 4, b + static_cast<int64_t>(column) * p.scale_b_column);
+      if (run < kRuns) cp_async_4(target + kColumnsAt + run * 4, b + static_cast<int64_t>(column) * p.scale_b_column);
     }
   }
 
@@ -53,14 +109,15 @@ struct BlockScales {
   };
 
   // `first_row`: of the consumer's.
-  __device__ static void load(Step& step, uint32_t source, int first_row) {
+  __device__ static void load(Step& step, uint32_t source, const DenseSm90Params& p, const OutputTile& tile, int first_row) {
     const int row = first_row + threadIdx.x / 32 % 4 * 16 + lane_id() / 4;
+    const uint32_t rows = source + (kSlack && p.scales_by_tma ? tile.m % 4 * 4 : 0);
 #pragma unroll
-    for (int i = 0; i < 2 * kMmaM; ++i) step.rows[i / 2][i % 2] = load_float(source + (row + i / 2 * kMmaRows + i % 2 * 8) * 4);
-    step.columns_at = source + (BlockM + lane_id() % 4 * 2) * 4;
+    for (int i = 0; i < 2 * kMmaM; ++i) step.rows[i / 2][i % 2] = load_float(rows + row_at(row + i / 2 * kMmaRows + i % 2 * 8));
+    step.columns_at = source + kColumnsAt + lane_id() % 4 * 8;
     if constexpr (!kEach) {
 #pragma unroll
-      for (int i = 0; i < kRuns; ++i) step.columns[i] = load_float(source + (BlockM + i) * 4);
+      for (int i = 0; i < kRuns; ++i) step.columns[i] = load_float(source + kColumnsAt + i * 4);
     }
   }
 
@@ -81,6 +138,8 @@ struct BlockScales {
     }
   }
 
+  __device__ static void store_float(uint32_t shared, float x) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(shared), "f"(x) : "memory"); }
+
   __device__ static float load_float(uint32_t shared) { return __uint_as_float(load_word(shared)); }
 
   __device__ static void load_pair(float (&pair)[2], uint32_t shared) {
@@ -94,8 +153,9 @@ struct NoBlockScales {
   static constexpr bool kHoldsStage = false;
 
   struct Step {};
-  __device__ static void copy(uint32_t, const DenseSm90Params&, const OutputTile&, int) {}
-  __device__ static void load(Step&, uint32_t, int) {}
+  __device__ static int row_bytes(const DenseSm90Params&) { return 0; }
+  __device__ static void copy_rows(uint32_t, const DenseSm90Params&, uint32_t, const OutputTile&, int) {}
+  __device__ static void load(Step&, uint32_t, const DenseSm90Params&, const OutputTile&, int) {}
   template <int M, int N>
   __device__ static void add(float (&totals)[M], const float (&sums)[N], const Step&, int, int first) {
 #pragma unroll

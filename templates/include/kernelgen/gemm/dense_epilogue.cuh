@@ -9,6 +9,9 @@
 // A gated activation makes two columns of the product one output. Where gate and up are halves of b, the tile holds kOutputs columns
 // of one half and then the same of the other, which one thread holds at the same place; where they alternate they are neighbours in
 // one thread, and results change lanes to lie in pairs.
+//
+// Codes of fp8 (kQuantize) take two walks over the results of a row's 128 columns, which lie in one quad of lanes: for the largest
+// magnitude, and for the codes.
 #pragma once
 
 #include <kernelgen/activation/activations.cuh>
@@ -17,6 +20,7 @@
 #include <kernelgen/cuda/memory.cuh>
 #include <kernelgen/cuda/warp.cuh>
 #include <kernelgen/gemm/gate.cuh>
+#include <kernelgen/gemm/quantized_rows_sm90.cuh>
 #include <kernelgen/gemm/tiles_sm90.cuh>
 #include <kernelgen/sm90/barrier.cuh>
 #include <kernelgen/sm90/smem_tile.cuh>
@@ -94,6 +98,10 @@ struct DenseEpilogue {
     }
   }
 
+  __device__ static float gated(const DenseSm90Params& p, float gate, float up) {
+    return activate_gate<Options::kActivation, Options::kClamped>(gate, up, p.alpha, p.limit);
+  }
+
   // Of the eight outputs from `column` on, those of this thread: y[0], y[1] of its upper row, y[2], y[3] of the lower one.
   __device__ static void outputs(float (&y)[4], const float (&sums)[kSums], const DenseSm90Params& p, const Extras& extras, int tile,
                                  int first_output) {
@@ -104,7 +112,7 @@ struct DenseEpilogue {
       product(gate, sums + 4 * tile, p, extras, column + (up_first ? half : 0));
       product(up, sums + 4 * tile + kSums / 2, p, extras, column + (up_first ? 0 : half));
 #pragma unroll
-      for (int i = 0; i < 4; ++i) y[i] = activate<Options::kActivation>(gate[i]) * up[i];
+      for (int i = 0; i < 4; ++i) y[i] = gated(p, gate[i], up[i]);
     } else if constexpr (kGated) {
       // Product tiles 2 tile and 2 tile + 1 give this lane outputs `pair` and 4 + `pair` of the eight.
       float low[4], high[4], z[2][2];
@@ -112,8 +120,8 @@ struct DenseEpilogue {
       product(high, sums + 8 * tile + 4, p, extras, 2 * (first_output + 8 * tile) + 8 + 2 * pair);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        z[0][r] = activate<Options::kActivation>(low[2 * r]) * low[2 * r + 1];
-        z[1][r] = activate<Options::kActivation>(high[2 * r]) * high[2 * r + 1];
+        z[0][r] = gated(p, low[2 * r], low[2 * r + 1]);
+        z[1][r] = gated(p, high[2 * r], high[2 * r + 1]);
       }
       const int source = lane_id() / 4 * 4 + 2 * pair % 4;
 #pragma unroll
@@ -208,22 +216,88 @@ struct DenseEpilogue {
     }
   }
 
-  // 64 rows from `first_row` on, all outputs of the tile. By all threads of the warpgroup.
-  __device__ void run_rows(const DenseSm90Params& p, const OutputTile& tile, const float (&sums)[kSums], int first_row) {
+  // The next slab, once the store that last read it has done so. By all threads of the warpgroup, as all here.
+  __device__ uint32_t begin_slab() const {
+    if (threadIdx.x % kWarpgroupThreads == 0) tma_store_wait_read<Options::kSlabs - 1>();
+    named_barrier_sync(1 + group, kWarpgroupThreads);
+    return slabs + slab * kSlabBytes;
+  }
+
+  // The slab, written by all, leaves for 64 rows and the tile's outputs from `column` on.
+  __device__ void end_slab(uint32_t address, const DenseSm90Params& p, const OutputTile& tile, int first_row, int column) {
     const bool leader = threadIdx.x % kWarpgroupThreads == 0;
     const int outputs_end = kGated ? p.n / 2 : p.n;
     // The copy engine clips rows, but columns only to 16 bytes: what follows in memory is not ours.
     const bool others_follow = (kRowGroups && first_row + kMmaRows > tile.row_end) ||
                                (outputs_end * static_cast<int>(sizeof(Out)) % 16 != 0 && tile.n + kOutputs > outputs_end);
+    tma_store_fence();
+    named_barrier_sync(1 + group, kWarpgroupThreads);
+    if (others_follow) {
+      if (column + kSlabColumns <= kOutputs) {
+        store_slab_rows<false, kSlabColumns>(address, p, tile, first_row, tile.n + column);
+      } else if constexpr (kOutputs % kSlabColumns != 0) {
+        store_slab_rows<true, kOutputs % kSlabColumns>(address, p, tile, first_row, tile.n + column);
+      }
+    } else if (leader) {
+      const TensorMap& map = column + kSlabColumns <= kOutputs ? p.map_out : p.map_rest;
+      tma_store(map, address, tile.n + column, first_row, tile.batch);
+    }
+    if (leader) tma_store_commit();  // without a store too: the waits count slabs
+    slab = slab + 1 == Options::kSlabs ? 0 : slab + 1;
+  }
+
+  // The results of 64 rows as codes with a scale for 128 of a row. InPlace: they take the place of their sums, behind those that are still
+  // to be read. That saves registers, but of two products one below the other, in the tensor core's own sums, ptxas then takes
+  // them for unfinished ("serialized" in its log).
+  template <bool InPlace>
+  __device__ void quantize_rows(const DenseSm90Params& p, const OutputTile& tile, float (&sums)[kSums], int first_row) {
+    using Rows = QuantizedRows<Out>;
+    static_assert(kSlabColumns == kColumnsOfScale && kOutputs % kColumnsOfScale == 0, "a slab has the columns of one scale");
+    const int outputs_end = kGated ? p.n / 2 : p.n;
+    const int row = first_row + threadIdx.x / 32 % 4 * 16 + lane_id() / 4;
+    const Extras extras = extras_of(p, row, tile);
+#pragma unroll
+    for (int block = 0; block < kOutputs; block += kColumnsOfScale) {
+      uint32_t amax[2] = {0, 0};
+      float own[InPlace ? 1 : kColumnsOfScale / 2];
+      float* results = InPlace ? sums + block / 2 : own;
+#pragma unroll
+      for (int eight = 0; eight < kColumnsOfScale / 8; ++eight) {
+        float y[4];
+        if constexpr (Options::kBias || Options::kScales) __syncwarp();  // or ptxas loads the biases of all eights at once, and spills
+        outputs(y, sums, p, extras, block / 8 + eight, tile.n);
+        const int at = tile.n + block + 8 * eight + lane_id() % 4 * 2;
+        if constexpr (Options::kAccumulate) add_c(y, p, tile, row, at);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          results[4 * eight + i] = at + i % 2 < outputs_end ? y[i] : 0.0f;
+          amax[i / 2] = larger_magnitude(amax[i / 2], results[4 * eight + i]);
+        }
+      }
+      const float upper = fp8_scale(largest_of_quad(amax[0]), Rows::kLargest), lower = fp8_scale(largest_of_quad(amax[1]), Rows::kLargest);
+      if (lane_id() % 4 == 0 && tile.n + block < outputs_end) {
+        float* scale = p.out_scale + tile.batch * p.out_scale_batch + (tile.n + block) / kColumnsOfScale * p.out_scale_block;
+        if (row < tile.row_end) scale[row * p.out_scale_row] = upper;
+        if (row + 8 < tile.row_end) scale[(row + 8) * p.out_scale_row] = lower;
+      }
+      const Divisor by_upper(upper), by_lower(lower);
+      const uint32_t address = begin_slab();
+#pragma unroll
+      for (int column = 0; column < kColumnsOfScale; column += 16) {
+        Rows::to_slab(address, column, results + column / 2, by_upper, by_lower);
+      }
+      end_slab(address, p, tile, first_row, block);
+    }
+  }
+
+  // 64 rows from `first_row` on, all outputs of the tile. By all threads of the warpgroup.
+  __device__ void run_rows(const DenseSm90Params& p, const OutputTile& tile, const float (&sums)[kSums], int first_row) {
     const int row = first_row + threadIdx.x / 32 % 4 * 16 + lane_id() / 4, first_output = tile.n;
     const Extras extras = extras_of(p, row, tile);
 #pragma unroll
     for (int column = 0; column < kOutputs; column += kSlabColumns) {
-      const uint32_t address = slabs + slab * kSlabBytes;
-      if constexpr (Options::kTmaOut) {
-        if (leader) tma_store_wait_read<Options::kSlabs - 1>();  // the store that last read this slab has done so
-        named_barrier_sync(1 + group, kWarpgroupThreads);
-      }
+      uint32_t address = 0;
+      if constexpr (Options::kTmaOut) address = begin_slab();
 #pragma unroll
       for (int in_slab = 0; in_slab < kSlabColumns && column + in_slab < kOutputs; in_slab += 16) {
         float y[2][4];
@@ -244,22 +318,7 @@ struct DenseEpilogue {
           }
         }
       }
-      if constexpr (Options::kTmaOut) {
-        tma_store_fence();
-        named_barrier_sync(1 + group, kWarpgroupThreads);
-        if (others_follow) {
-          if (column + kSlabColumns <= kOutputs) {
-            store_slab_rows<false, kSlabColumns>(address, p, tile, first_row, first_output + column);
-          } else if constexpr (kOutputs % kSlabColumns != 0) {
-            store_slab_rows<true, kOutputs % kSlabColumns>(address, p, tile, first_row, first_output + column);
-          }
-        } else if (leader) {
-          const TensorMap& map = column + kSlabColumns <= kOutputs ? p.map_out : p.map_rest;
-          tma_store(map, address, first_output + column, first_row, tile.batch);
-        }
-        if (leader) tma_store_commit();  // without a store too: the waits count slabs
-        slab = slab + 1 == Options::kSlabs ? 0 : slab + 1;
-      }
+      if constexpr (Options::kTmaOut) end_slab(address, p, tile, first_row, column);
     }
   }
 
@@ -269,10 +328,16 @@ struct DenseEpilogue {
   }
 
   template <int MmaM>
-  __device__ void run(const DenseSm90Params& p, const OutputTile& tile, const float (&sums)[MmaM][kSums], int first_row) {
+  __device__ void run(const DenseSm90Params& p, const OutputTile& tile, float (&sums)[MmaM][kSums], int first_row) {
 #pragma unroll
     for (int m = 0; m < MmaM; ++m) {
-      if (first_row + m * kMmaRows < tile.row_end) run_rows(p, tile, sums[m], first_row + m * kMmaRows);
+      const int first = first_row + m * kMmaRows;
+      if (first >= tile.row_end) continue;
+      if constexpr (Options::kQuantize) {
+        quantize_rows<MmaM == 1 || Options::kPromote>(p, tile, sums[m], first);
+      } else {
+        run_rows(p, tile, sums[m], first);
+      }
     }
   }
 };

@@ -13,6 +13,10 @@
 // The blocks of a cluster own neighbouring tiles: kClusterM of them along M share the tile of b, kClusterN along N that of a. Each
 // loads its share and multicasts it to the others. Tiles past the end are computed from zeros and not stored.
 //
+// With kSplitK the blocks of a cluster have the same tile and a share of K each, and such clusters are not persistent: one tile, of
+// which every block finishes a part (split_sums_sm90.cuh). For products whose tiles do not fill the chip. No share is empty: where one
+// may be, ptxas spills the sums.
+//
 // Sums of fp8 products have some 14 bits in the tensor core. With kPromote every 128 of K are added up from zero and then
 // added to float32 totals, so that the error does not grow with K; with kBlockScales times the scales of their blocks.
 //
@@ -27,14 +31,16 @@
 #include <kernelgen/sm90/control.cuh>
 #include <kernelgen/sm90/pipeline.cuh>
 #include <kernelgen/sm90/smem_tile.cuh>
+#include <kernelgen/gemm/split_sums_sm90.cuh>
 #include <kernelgen/gemm/tiles_sm90.cuh>
 #include <kernelgen/sm90/wgmma.cuh>
 
 namespace kernelgen {
 
 // `Options` is the rendered file's struct of compile-time constants: Element (of a, b), Out, Bias, C; kMmaM, kConsumers, kBlockN, kParts,
-// kStages, kSlabs, kClusterM, kClusterN, kBandRows, kPingpong; kRowA, kRowB (row order); kTmaOut (out goes through shared memory); kBias, kActivation,
-// kGate, kAccumulate, kScales, kPromote, kBlockScales, kScaleColumns (of b, that share a scale of blocks), kGrouping
+// kStages, kSlabs, kClusterM, kClusterN, kSplitK, kResident (blocks of an SM), kBandRows, kPingpong; kRowA, kRowB (row order); kTmaOut
+// (out goes through shared memory); kBias, kActivation, kGate, kClamped, kAccumulate, kQuantize (out are codes, with a scale for 128 of a
+// row), kScales, kPromote, kBlockScales, kScaleColumns (of b, that share a scale of blocks), kGrouping
 template <class Options>
 struct DenseSm90 : Options {
   using T = typename Options::Element;
@@ -46,6 +52,8 @@ struct DenseSm90 : Options {
   using Options::kParts;
   using Options::kPingpong;
   using Options::kPromote;
+  using Options::kResident;
+  using Options::kSplitK;
   using Options::kStages;
   using Epilogue = DenseEpilogue<Options>;
 
@@ -68,20 +76,27 @@ struct DenseSm90 : Options {
   using Product = Wgmma<T, kColumns>;
   static_assert(kBlockN % kParts == 0 && (kPromote || kParts == 1), "parts are for promoted sums");
 
-  static constexpr int kBlocks = kClusterM * kClusterN;
+  static constexpr int kSharing = kClusterM * kClusterN;  // blocks that fill each other's stages
+  static constexpr int kBlocks = kSharing * kSplitK;      // of the cluster
+  static_assert(kGrouping == Grouping::kNone || kSplitK == 1, "K is shared out where nothing is grouped");
   static_assert(!kRowGroups || kBlocks == 1, "neighbouring tiles of groups share nothing");
+  static_assert(kSplitK == 1 || (kSharing == 1 && !kPingpong && !Options::kTmaOut), "a cluster that shares K has one tile");
+  using Shares = SplitSums<Options>;
   static_assert(kGrouping != Grouping::kDepth || !kPingpong, "each consumer skips as many stages as the other takes");
+  static_assert(!Options::kBlockScales || kDepth == 128 && kGrouping != Grouping::kDepth, "a step is a block of k");
   using Scales = typename scales_of_blocks<Options, Epilogue, kBlockM, Options::kBlockScales>::type;
-  using Ring = Pipeline<kStages, kPingpong ? 4 : 4 * kConsumers, kBlocks, 1 + Scales::kFillers>;
+  using Ring = Pipeline<kStages, kPingpong ? 4 : 4 * kConsumers, kSharing, 1 + Scales::kFillers>;
 
-  // Registers: 65,536 / 128 = 512 for the warpgroups together; the producer's addresses need few.
-  static constexpr int kProducerRegisters = kConsumers == 1 ? 56 : kConsumers == 2 ? 40 : 32;
-  static constexpr int kConsumerRegisters = kConsumers == 1 ? 240 : kConsumers == 2 ? 232 : 160;
+  // Registers: 65,536 / 128 = 512 for the warpgroups of an SM together; the producer's addresses need few.
+  static_assert(kResident == 1 || (kResident == 2 && kConsumers == 1), "two blocks of an SM have one consumer each");
+  static constexpr int kProducerRegisters = kResident == 2 ? 40 : kConsumers == 1 ? 56 : kConsumers == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kResident == 2 ? 216 : kConsumers == 1 ? 240 : kConsumers == 2 ? 232 : 160;
 
   static constexpr int kStageBytes = TileA::kBytes + TileB::kBytes;
   static constexpr int kStoreAt = kStages * kStageBytes;
   static constexpr int kScalesAt = kStoreAt + kConsumers * Epilogue::kStoreBytes;
-  static constexpr int kBarriersAt = kScalesAt + kStages * Scales::kBytes;
+  static constexpr int kRingBytes = kScalesAt + kStages * Scales::kBytes;
+  static constexpr int kBarriersAt = kSplitK == 1 ? kRingBytes : max_of(kRingBytes, Shares::kBytes);  // the sums lie where operands lay
   static constexpr int kSharedBytes = kBarriersAt + round_up(Ring::kBytes, 128);
 
   // A box: what one TMA instruction brings of an operand. Groups of few rows need few boxes of a.
@@ -118,11 +133,12 @@ struct DenseSm90 : Options {
     for (; tiles.find(p, index, tile); index += step) {
       if (!leader) continue;
       const int boxes_a = kRowGroups ? min(kBoxesA, ceil_div(tile.row_end - tile.m, kBoxA)) : kBoxesA;
-      const int bytes = kRowGroups ? TileA::kBytes / kBoxesA * boxes_a + TileB::kBytes : kStageBytes;
+      const int bytes = (kRowGroups ? TileA::kBytes / kBoxesA * boxes_a + TileB::kBytes : kStageBytes) + Scales::row_bytes(p);
       for (int k = tile.k_first; k < tile.k_end; k += kDepth) {
         ring.wait_empty(at);
         ring.expect(at, bytes);
         const uint32_t stage_a = shared + at.stage * kStageBytes, stage_b = stage_a + TileA::kBytes;
+        Scales::copy_rows(scales_of(shared, at.stage), p, ring.full(at.stage), tile, k / kDepth);
         // In both orders a row of the tile, or what is as much of a box, is 128 bytes.
 #pragma unroll
         for (int i = 0; i < kBoxesA; ++i) {
@@ -150,9 +166,20 @@ struct DenseSm90 : Options {
     typename Ring::Position at;
     OutputTile tile;
     for (; tiles.find(p, index, tile); index += step) {
+      if constexpr (Scales::kByTma) {
+        if (p.scales_by_tma) {
+          typename Scales::Columns columns;
+          for (int k = tile.k_first, i = 0; k < tile.k_end; k += kDepth, ++i, at.advance()) {
+            if (i % kWarpSize == 0) Scales::load_columns(columns, p, tile, k / kDepth);
+            ring.wait_empty(at);
+            Scales::write_columns(scales_of(shared, at.stage), columns, i % kWarpSize, ring.full(at.stage));
+          }
+          continue;
+        }
+      }
       for (int k = tile.k_first; k < tile.k_end; k += kDepth, at.advance()) {
         ring.wait_empty(at);
-        Scales::copy(scales_of(shared, at.stage), p, tile, k / kDepth);
+        Scales::gather(scales_of(shared, at.stage), p, tile, k / kDepth);
         cp_async_arrive(ring.full(at.stage));
       }
     }
@@ -248,7 +275,7 @@ struct DenseSm90 : Options {
     ring.wait_full(at);
     clear_others(p, tile, stage, k);
     multiply_unit(sums, stage, first_row, 0);
-    Scales::load(step, scales_of(shared, at.stage), first_row);
+    Scales::load(step, scales_of(shared, at.stage), p, tile, first_row);
   }
 
   // The step at `k`, whose first unit is under way in buffer kFirst; with kMore begins the one behind it, `next`.
@@ -324,7 +351,7 @@ struct DenseSm90 : Options {
   }
 
   __device__ static void consume(const DenseSm90Params& p, const Ring& ring, uint32_t shared, Tiles tiles, int index, int step,
-                                 int group) {
+                                 int group, int share) {
     const int first_row = kPingpong ? 0 : group * kRows;
     typename Ring::Position at;
     if (kPingpong && group == 1) named_barrier_arrive(kTurn, 2 * kWarpgroupThreads);  // the first turn is the other's
@@ -347,16 +374,24 @@ struct DenseSm90 : Options {
       } else {
         accumulate(sums, p, ring, shared, tile, at, first_row, group);
       }
-      epilogue.run(p, tile, sums, tile.m + first_row);
+      if constexpr (kSplitK > 1) {
+        named_barrier_sync(kAllConsumers, kConsumers * kWarpgroupThreads);  // all have read the operands where sums are left
+        Shares::leave(sums, shared, group, share);
+        cluster_sync();
+        Shares::finish(sums, p, tile, shared, group, tile.m + first_row, share);
+        return;  // as the grid has it, too; said here, the sums are not kept for a next tile
+      } else {
+        epilogue.run(p, tile, sums, tile.m + first_row);
+      }
     }
     epilogue.finish();
   }
 
-  __device__ static Tiles first_tiles(int rank_m, int rank_n) {
+  __device__ static Tiles first_tiles(int rank_m, int rank_n, int share) {
     if constexpr (kRowGroups) {
       return {};
     } else {
-      return {rank_m, rank_n};
+      return {rank_m, rank_n, share};
     }
   }
 
@@ -382,15 +417,18 @@ struct DenseSm90 : Options {
     start_next_kernel();
     const int rank = kBlocks > 1 ? static_cast<int>(cluster_rank()) : 0;
     const int cluster = blockIdx.x / kBlocks, clusters = gridDim.x / kBlocks;
-    const int rank_m = rank % kClusterM, rank_n = rank / kClusterM;
-    const Tiles tiles = first_tiles(rank_m, rank_n);
+    const int rank_m = rank % kClusterM, rank_n = rank / kClusterM % kClusterN, share = rank / kSharing;
+    const Tiles tiles = first_tiles(rank_m, rank_n, share);
     if (group == kConsumers) {
       give_registers<kProducerRegisters>();
       if (warp == 4 * kConsumers) produce(p, ring, shared, tiles, cluster, clusters, rank_m, rank_n);
-      if (Options::kBlockScales && warp == 4 * kConsumers + 1) produce_scales(p, ring, shared, tiles, cluster, clusters);
+      if constexpr (Options::kBlockScales) {
+        if (warp == 4 * kConsumers + 1) produce_scales(p, ring, shared, tiles, cluster, clusters);
+      }
+      if constexpr (kSplitK > 1) cluster_sync();  // the consumers' sums are there: all threads of the cluster pass its barrier
     } else {
       take_registers<kConsumerRegisters>();
-      consume(p, ring, shared, tiles, cluster, clusters, group);
+      consume(p, ring, shared, tiles, cluster, clusters, group, share);
     }
     // A block stays until no other can still write its shared memory or arrive at its barriers.
     if constexpr (kBlocks > 1) cluster_sync();

@@ -8,35 +8,33 @@
 //   a       chunks of kWarps * 128 of k in a ring in shared memory, by cp.async
 //   warp    for each 8 codes of a column and as many elements of a: decode, multiply; after each group times its scale to the totals
 //
-// In the end the warps' totals are added up through shared memory, in a fixed order. Sums over k may run in any order that both
-// operands share: a lane multiplies neighbouring codes, and in pairs of the first and fifth, second and sixth, .. of eight, which lie
-// 16 bits apart in their word (four_bit.cuh).
-//
-// What limits it is how many instructions a code takes. So int4 codes beside a bf16 a are multiplied as 128 + code, which takes no
-// arithmetic; 128 and the zero point, times the sum of a's elements, are subtracted from a group's sum. That sum is one more product, by
-// ones. (A bf16 holds 128 + code exactly; the float32 sums are some 30 times as large as without, and lose 5 of their 24 bits, which
-// a 16-bit output does not show.)
+// In the end the warps' totals are added up through shared memory, in a fixed order. How codes are decoded: packed_codes.cuh. The sums of
+// a's elements, where they are raised, are one more product, by ones. On Hopper packed_sm90.cuh is the faster one.
 #pragma once
 
-#include <kernelgen/activation/activations.cuh>
 #include <kernelgen/cuda/cp_async.cuh>
-#include <kernelgen/cuda/four_bit.cuh>
-#include <kernelgen/cuda/mma.cuh>
-#include <kernelgen/cuda/vector_io.cuh>
-#include <kernelgen/cuda/warp.cuh>
-#include <kernelgen/gemm/mma_scales.cuh>
-#include <kernelgen/gemm/mma_shape.cuh>
+#include <kernelgen/gemm/packed_codes.cuh>
 
 namespace kernelgen {
 
-// `Options`: as in mma_shape.cuh, ElementB int4_code or e2m1; kTiles, kTokenTiles (of 8 rows of a), kWarps, kStages (of a's ring), kZero,
-// kGroup (codes that share a scale), kBias, kActivation, kAccumulate, kVectorOut
+// `Options`: as in packed_codes.cuh; kTiles, kTokenTiles (of 8 rows of a), kWarps, kStages (of a's ring)
 template <class Options>
-struct PackedSkinny : Options {
-  using Code = typename Options::ElementB;
+struct PackedSkinny : PackedCodes<Options> {
+  using Codes = PackedCodes<Options>;
   using T = typename Options::Product;
-  using Out = typename Options::Out;
   using ScaleB = typename Options::ScaleB;
+  using Codes::begins_group;
+  using Codes::decode;
+  using Codes::ends_group;
+  using Codes::group_of_word;
+  using Codes::k_of_word;
+  using Codes::kGroups;
+  using Codes::kRaised;
+  using Codes::kRun;
+  using Codes::kStep;
+  using Codes::kWords;
+  using Codes::place;
+  using Codes::row_of_lane;
   using Options::kGroup;
   using Options::kStages;
   using Options::kTiles;
@@ -46,29 +44,15 @@ struct PackedSkinny : Options {
 
   static constexpr int kThreads = kWarps * kWarpSize;
   static constexpr int kColumns = kTiles * 16, kTokens = kTokenTiles * 8;
-  static constexpr int kStep = 128;  // of k, of one warp
   static constexpr int kChunk = kWarps * kStep;
-  static constexpr int kRun = min_of(kGroup, kStep) / 4;        // neighbouring codes of a lane: a quad has one group at a time
-  static constexpr int kGroups = max_of(1, kStep / kGroup);     // of a step
-  static constexpr int kWords = 4;                              // of eight codes, of a lane, column and step
   // Rows of a are 64 bytes more than whole sets of banks apart: with the swizzle of chunk_at the eight lanes of a 16-byte read, two
   // rows and four places of k, meet different banks whatever kRun is.
   static constexpr int kPitch = kChunk * 2 + 64;
   static constexpr int kSlotBytes = kTokens * kPitch;
   static constexpr int kSumPitch = kColumns + 4, kSumBytes = kTokens * kSumPitch * 4;  // of a warp, in floats
   static constexpr int kSharedBytes = max_of(kStages * kSlotBytes, kWarps * kSumBytes);
-  static_assert(kGroup == 32 || kGroup == 64 || kGroup % 128 == 0, "a step has whole groups, or a group whole steps");
-
-  __device__ static int place() { return lane_id() % 4; }        // of k
-  __device__ static int row_of_lane() { return lane_id() / 4; }  // of a tile's halves, and of a
-
-  // First element of k, within a step, of word `word` of this lane.
-  __device__ static int k_of_word(int word) { return word * 8 / kRun * 4 * kRun + place() * kRun + word * 8 % kRun; }
-  __device__ static int group_of_word(int word) { return kGroups == 1 ? 0 : word * 8 / kRun; }
 
   __device__ static int chunk_at(int chunk) { return (chunk ^ (chunk / 4 & 3)) * 16; }
-
-  static constexpr bool kRaised = is_same_v<Code, int4_code> && is_same_v<T, bf16> && sizeof(Out) == 2;  // multiplied as 128 + code
 
   // What a lane needs of b for one step. Zero points: as floats, plus 128, or negated pairs.
   struct Piece {
@@ -118,8 +102,7 @@ struct PackedSkinny : Options {
       for (int i = 0; i < 2 * kTiles; ++i) {
         piece.scales[i / 2][i % 2][group] = scale_value(*reinterpret_cast<const ScaleB*>(scales + columns.scales[i / 2][i % 2]));
         if constexpr (kZero) {
-          const int zero = zeros[columns.zeros[i / 2][i % 2]];
-          piece.zeros[i / 2][i % 2][group] = kRaised ? __float_as_uint(128.0f + zero) : negative_pair<T>(zero);
+          piece.zeros[i / 2][i % 2][group] = Codes::zero_value(zeros[columns.zeros[i / 2][i % 2]]);
         }
       }
     }
@@ -145,27 +128,14 @@ struct PackedSkinny : Options {
     }
   }
 
-  // The eight elements of a beside a word, as registers of two mma: pairs of the first and fifth, ...
+  // The eight elements of a beside a word, as registers of two mma.
   __device__ static void load_a(uint32_t (&pairs)[4], uint32_t slot, int token_tile, int chunk) {
     uint32_t x[4];
     load_chunk(x, slot + (token_tile * 8 + row_of_lane()) * kPitch + chunk_at(chunk));
-    pairs[0] = __byte_perm(x[0], x[2], 0x5410);
-    pairs[1] = __byte_perm(x[0], x[2], 0x7632);
-    pairs[2] = __byte_perm(x[1], x[3], 0x5410);
-    pairs[3] = __byte_perm(x[1], x[3], 0x7632);
+    Codes::pair_up(pairs, x);
   }
 
   using Sums = float[kTiles][kTokenTiles][4];
-
-  __device__ static uint32_t decode(uint32_t word, int pair, uint32_t zero) {
-    if constexpr (kRaised) {
-      return int4_pair_raised<T>(word, pair);
-    } else if constexpr (is_same_v<Code, int4_code>) {
-      return int4_pair_apart<T, kZero>(word, pair, zero);
-    } else {
-      return e2m1_pair_apart<T>(word, pair);
-    }
-  }
 
   // A group's sums times its scale to the totals. `ones`: the sums of a's rows, in every row of the product.
   __device__ static void add(float (&totals)[4], const float (&partial)[4], const float (&ones)[4], const Piece& piece, int tile, int group) {
@@ -195,8 +165,7 @@ struct PackedSkinny : Options {
 #pragma unroll
     for (int word = 0; word < kWords; ++word) {
       const int group = group_of_word(word);
-      const bool begins = word == 0 || group != group_of_word(word - 1);
-      const bool ends = word + 1 == kWords || group != group_of_word(word + 1);
+      const bool begins = begins_group(word), ends = ends_group(word);
       uint32_t a[kTokenTiles][4];
 #pragma unroll
       for (int t = 0; t < kTokenTiles; ++t) {
@@ -254,8 +223,8 @@ struct PackedSkinny : Options {
 
   // Eight neighbouring outputs of a row.
   __device__ static void finish(const GemmMmaParams& p, const float* sums, int token, int piece, int first) {
-    const int column = first + 8 * piece, count = p.n - column;
-    if (count <= 0) return;
+    const int column = first + 8 * piece;
+    if (column >= p.n) return;
     float y[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) y[i] = 0.0f;
@@ -265,37 +234,7 @@ struct PackedSkinny : Options {
 #pragma unroll
       for (int i = 0; i < 8; ++i) y[i] += source[i];
     }
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if constexpr (Options::kBias) y[i] += to_float(static_cast<const typename Options::Bias*>(p.bias)[min(column + i, p.n - 1)]);
-      y[i] = activate<Options::kActivation>(y[i]);
-    }
-    if constexpr (Options::kAccumulate) {
-      // A zero beta means that c is not read, as in BLAS: 0 * NaN would be NaN.
-      const auto* c = static_cast<const typename Options::C*>(p.c) + token * p.c_row + column;
-      if (p.beta != 0.0f) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          if (i < count) y[i] = fmaf(p.beta, to_float(c[i]), y[i]);
-        }
-      }
-    }
-    Out* out = static_cast<Out*>(p.out) + token * p.out_row + column;
-    if (Options::kVectorOut && count >= 8) {
-      constexpr int kPart = min_of(8, 16 / static_cast<int>(sizeof(Out)));
-#pragma unroll
-      for (int i = 0; i < 8; i += kPart) {
-        float part[kPart];
-#pragma unroll
-        for (int j = 0; j < kPart; ++j) part[j] = y[i + j];
-        store_elements(out + i, part);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        if (i < count) out[i] = from_float<Out>(y[i]);
-      }
-    }
+    Codes::finish(y, p, token, column);
   }
 
   __device__ static void run(const GemmMmaParams& p) {

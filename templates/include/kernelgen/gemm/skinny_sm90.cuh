@@ -41,11 +41,11 @@ struct SkinnySm90Params {
   int32_t stages, per_block;  // stages that K takes, and how many of them a block of a cluster takes at most
   int32_t batched_b;          // 0: one b for all
   int32_t scale_a_row, scale_a_block, scale_b_column, scale_b_block;  // strides: 0 for one scale
-  float beta;
+  float beta, alpha, limit;  // alpha, limit: of activations that have them
 };
 
 // `Options` is the rendered file's struct of compile-time constants: Element (of a, b), Out, Bias, C; kMmaM, kTokens, kStages,
-// kBlocksK, kGroups, kSplitK; kRowB (row order of b); kBias, kActivation, kGate, kAccumulate, kScales, kPromote, kVectorOut;
+// kBlocksK, kGroups, kSplitK; kRowB (row order of b); kBias, kActivation, kGate, kClamped, kAccumulate, kScales, kPromote, kVectorOut;
 // kBlockScales, kScaleColumns (of b, that share a scale of blocks)
 template <class Options>
 struct SkinnySm90 : Options {
@@ -273,7 +273,7 @@ struct SkinnySm90 : Options {
       for (int i = 0; i < 8; ++i) {
         const float gate = kSplit ? first[i] : i < 4 ? first[2 * i % 8] : second[2 * i % 8];
         const float up = kSplit ? second[i] : i < 4 ? first[(2 * i + 1) % 8] : second[(2 * i + 1) % 8];
-        y[i] = activate<Options::kActivation>(gate) * up;
+        y[i] = activate_gate<Options::kActivation, Options::kClamped>(gate, up, p.alpha, p.limit);
       }
     } else {
       collect(y, p, shared, tile, token, 8 * piece, column);

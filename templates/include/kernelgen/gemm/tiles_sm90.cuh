@@ -39,6 +39,7 @@ __device__ inline GroupRange group_range(const DenseSm90Params& p, int group) {
 template <class Product, Grouping kGrouping>
 struct DenseTiles {
   int rank_m, rank_n;  // of the block in its cluster
+  int share;           // of K
 
   __device__ bool find(const DenseSm90Params& p, int index, OutputTile& tile) const {
     if (index >= p.tiles) return false;
@@ -52,6 +53,11 @@ struct DenseTiles {
     tile.batch_b = p.batched_b ? at.batch : 0;
     tile.k_begin = tile.k_first = 0;
     tile.k_end = p.k;
+    if constexpr (Product::kSplitK > 1) {
+      const int steps = ceil_div(p.k, Product::kDepth);
+      tile.k_begin = tile.k_first = steps * share / Product::kSplitK * Product::kDepth;
+      tile.k_end = min(p.k, steps * (share + 1) / Product::kSplitK * Product::kDepth);
+    }
     if constexpr (kGrouping == Grouping::kDepth) {
       const GroupRange range = group_range<kGrouping>(p, at.batch);
       tile.k_begin = range.begin;

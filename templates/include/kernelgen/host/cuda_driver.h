@@ -41,6 +41,8 @@ class Driver {
   int (*LibraryLoadData)(CUlibrary*, const void*, void*, void**, unsigned, void*, void**, unsigned);
   int (*LibraryGetKernel)(CUkernel*, CUlibrary, const char*);
   int (*KernelSetAttribute)(int, int, CUkernel, int);
+  int (*KernelGetFunction)(CUfunction*, CUkernel);
+  int (*FuncLoad)(CUfunction);  // null before CUDA 12.4
   int (*LaunchKernelEx)(const LaunchConfig*, CUfunction, void**, void**);
   int (*MemcpyHtoDAsync)(uint64_t, const void*, size_t, CUstream);
   int (*TensorMapEncodeTiled)(void*, unsigned, unsigned, void*, const uint64_t*, const uint64_t*, const uint32_t*,
@@ -86,6 +88,8 @@ class Driver {
     find(LibraryLoadData, "cuLibraryLoadData");
     find(LibraryGetKernel, "cuLibraryGetKernel");
     find(KernelSetAttribute, "cuKernelSetAttribute");
+    find(KernelGetFunction, "cuKernelGetFunction");
+    FuncLoad = reinterpret_cast<decltype(FuncLoad)>(dlsym(library, "cuFuncLoad"));
     find(LaunchKernelEx, "cuLaunchKernelEx");
     find(MemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2");
     find(TensorMapEncodeTiled, "cuTensorMapEncodeTiled");

@@ -14,7 +14,7 @@ struct MoePermuteCpuParams {
   const void* weights;         // (tokens, k) or null
   const float* scale;          // (tokens, scales) or null
   float* scale_rows;           // (tokens * k, scales)
-  int64_t x_stride, row_stride, weight_stride, scale_stride;  // in elements
+  int64_t x_stride, row_stride, weight_stride, scale_token, scale_block, scale_rows_row, scale_rows_block;  // in elements
   int64_t width, k, scales;
   int64_t tokens, task_tokens;
 };
@@ -44,9 +44,9 @@ void moe_permute_cpu(const MoePermuteCpuParams& p, int64_t task) {
       else scale_row<T>(x, static_cast<Accumulator<T>>(widen(weights[s])), out, p.width);
       if constexpr (Options::kHasScales) {
         for (int64_t i = 0; i < p.scales; ++i) {
-          float scale = p.scale[t * p.scale_stride + i];
+          float scale = p.scale[t * p.scale_token + i * p.scale_block];
           if constexpr (Options::kWeighted) scale *= static_cast<float>(widen(weights[s]));
-          p.scale_rows[row * p.scales + i] = scale;
+          p.scale_rows[row * p.scale_rows_row + i * p.scale_rows_block] = scale;
         }
       }
     }

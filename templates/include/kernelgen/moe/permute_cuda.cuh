@@ -18,7 +18,7 @@ struct MoePermuteParams {
   const float* scale;          // (tokens, scales) or null
   float* scale_rows;           // (tokens * k, scales)
   int64_t x_stride, row_stride;  // in units, as is width
-  int64_t weight_stride, scale_stride;  // in elements
+  int64_t weight_stride, scale_token, scale_block, scale_rows_row, scale_rows_block;  // in elements
   int64_t width;
   int32_t k, scales;
 };
@@ -67,8 +67,8 @@ __device__ void moe_permute_cuda(const MoePermuteParams& p) {
       const int s = i / p.scales, at = i - s * p.scales;
       const int64_t row = slots[s];
       if (row < 0) continue;
-      const float scale = p.scale[token * p.scale_stride + at];
-      p.scale_rows[row * p.scales + at] = Options::kWeighted ? scale * to_float(weights[s]) : scale;
+      const float scale = p.scale[token * p.scale_token + at * p.scale_block];
+      p.scale_rows[row * p.scale_rows_row + at * p.scale_rows_block] = Options::kWeighted ? scale * to_float(weights[s]) : scale;
     }
   }
 }

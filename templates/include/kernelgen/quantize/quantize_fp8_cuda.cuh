@@ -8,8 +8,6 @@
 //   128 x 128     the block, 8 pieces of 8 elements per thread
 //   tensor        two kernels: the first leaves one largest magnitude per block, the second finds the largest of those and
 //                 reads x again (a unit is then only a segment of a row that a warp takes at a time)
-//
-// Magnitudes are compared as integers, which orders floats and puts NaN above infinity: a NaN reaches the scale.
 #pragma once
 
 #include <kernelgen/activation/activations.cuh>
@@ -17,6 +15,7 @@
 #include <kernelgen/cuda/to_fp8.cuh>
 #include <kernelgen/cuda/warp.cuh>
 #include <kernelgen/gemm/gate.cuh>
+#include <kernelgen/quantize/scale.cuh>
 
 namespace kernelgen {
 
@@ -176,7 +175,7 @@ struct QuantizeFp8 : Options {
 
   __device__ static uint32_t largest_of(uint32_t amax, const float (&v)[kPiece]) {
 #pragma unroll
-    for (int i = 0; i < kPiece; ++i) amax = max(amax, __float_as_uint(v[i]) & 0x7fffffffu);
+    for (int i = 0; i < kPiece; ++i) amax = larger_magnitude(amax, v[i]);
     return amax;
   }
 
@@ -195,11 +194,7 @@ struct QuantizeFp8 : Options {
     return amax;
   }
 
-  // 1 for zeros; at least the smallest normal float, so that its reciprocal is finite. NaN stays.
-  __device__ static float scale_of(uint32_t amax) {
-    const float scale = __uint_as_float(amax) / kLargest;
-    return amax == 0 ? 1.0f : scale < 1.17549435e-38f ? 1.17549435e-38f : scale;
-  }
+  __device__ static float scale_of(uint32_t amax) { return fp8_scale(amax, kLargest); }
 
   template <bool Whole>
   __device__ static void load_pieces(Values& values, const QuantizeParams& p, const Unit& unit) {

@@ -20,11 +20,12 @@ __device__ inline uint32_t swizzled_chunk(int row, int chunk) {
   return static_cast<uint32_t>(row * kSwizzleRowBytes + ((chunk ^ (row & 7)) << 4));
 }
 
-// Matrix descriptor (PTX ISA, "Matrix Descriptor"): address and two strides in units of 16 bytes, 128-byte swizzle.
-__device__ inline uint64_t smem_descriptor(uint32_t address, uint32_t leading_bytes, uint32_t stride_bytes) {
+// Matrix descriptor (PTX ISA, "Matrix Descriptor") of what begins `offset` bytes into a tile: address and two strides in units of 16
+// bytes, 128-byte swizzle. One addition to `tile / 16`, which the descriptors of a tile share: as an expression of the address each
+// took some ten instructions.
+__device__ inline uint64_t smem_descriptor(uint32_t tile, uint32_t offset, uint32_t leading_bytes, uint32_t stride_bytes) {
   constexpr uint64_t kSwizzle128 = 1ull << 62;
-  return kSwizzle128 | static_cast<uint64_t>(stride_bytes >> 4) << 32 | static_cast<uint64_t>(leading_bytes >> 4) << 16 |
-         static_cast<uint64_t>((address & 0x3ffff) >> 4);
+  return kSwizzle128 | static_cast<uint64_t>(stride_bytes >> 4) << 32 | (tile >> 4) + ((leading_bytes >> 4 << 16) + (offset >> 4));
 }
 
 // The first `bytes` bytes of word `word` of a chunk.
@@ -80,9 +81,10 @@ struct SmemTile {
   // The part of step `step` along K that begins at row `row` (a multiple of 8; of 64 where MN is contiguous).
   __device__ static uint64_t descriptor(uint32_t tile, int row, int step) {
     if constexpr (kMajorK) {
-      return smem_descriptor(tile + row * kSwizzleRowBytes + step * 32, 16, kSwizzleAtomBytes);
+      return smem_descriptor(tile, row * kSwizzleRowBytes + step * 32, 16, kSwizzleAtomBytes);
     } else {
-      return smem_descriptor(tile + row / kRowElements * kBoxBytes + step * kStepElements * kSwizzleRowBytes, kBoxBytes, kSwizzleAtomBytes);
+      return smem_descriptor(tile, row / kRowElements * kBoxBytes + step * kStepElements * kSwizzleRowBytes, kBoxBytes,
+                             kSwizzleAtomBytes);
     }
   }
 };

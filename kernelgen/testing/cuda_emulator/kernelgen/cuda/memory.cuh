@@ -10,6 +10,8 @@ inline uint32_t load_word(uint32_t shared) {
   return word;
 }
 inline void store_word(uint32_t shared, uint32_t word) { std::memcpy(emulator::dynamic_shared + shared, &word, 4); }
+inline void load_pair(uint32_t (&words)[2], uint32_t shared) { std::memcpy(words, emulator::dynamic_shared + shared, 8); }
+inline void prefetch_l2(const void*) {}
 template <int Alignment>
 inline void store_16_aligned(void* target, const uint32_t (&words)[4]) {
   if (reinterpret_cast<uintptr_t>(target) % Alignment != 0) std::fprintf(stderr, "emulator: unaligned store\n"), std::abort();

@@ -24,6 +24,11 @@ inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uin
   emulator::warp_wait();
 }
 template <class T>
+inline void mma_m16n8k16_from(float (&d)[4], const float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  for (int i = 0; i < 4; ++i) d[i] = c[i];
+  mma_m16n8k16<T>(d, a, b0, b1);
+}
+template <class T>
 inline void mma_m16n8k16_fresh(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   for (float& x : d) x = 0.0f;
   mma_m16n8k16<T>(d, a, b0, b1);

@@ -1,0 +1,313 @@
+"""Host side of moe/small_cuda: a whole layer for few tokens in two launches, at the speed of reading the experts; sm_80 and later.
+
+The kernels and their data flow: templates/include/kernelgen/moe/small_cuda.cuh; budget and measurements: docs/design/moe.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+
+from kernelgen.dtypes import DTYPES
+from kernelgen.kernels.base import KernelFamily
+from kernelgen.kernels.gemm.activations import ACTIVATION_NAMES
+from kernelgen.kernels.gemm.mma import GATES
+from kernelgen.kernels.moe.sort_cuda import INDICES, MAPS
+from kernelgen.kernels.rowwise import dependent
+from kernelgen.moe_tensors import MoeTensors
+from kernelgen.ops.weights import PackedWeight
+from kernelgen.params import ParamStruct
+from kernelgen.problems.moe import MoeProblem, PackedForm
+from kernelgen.reference.activation import OAI_ALPHA, OAI_LIMIT
+from kernelgen.specs import KernelSpec
+from kernelgen.targets import Target
+from kernelgen.verdicts import Verdict, first_no
+
+# struct MoeSmallParams of the header.
+PARAMS = ParamStruct((
+    *((name, "ptr") for name in (
+        "x", "w13", "w2", "scale13", "scale2", "bias13", "bias2", "weights", "ids", "expert_map", "hidden", "out")),
+    *((name, "i64") for name in (
+        "x_row", "out_row", "weights_row", "ids_row", "bias13_expert", "bias2_expert", "w13_expert", "w13_row", "w2_expert", "w2_row",
+        "scale13_expert", "scale13_row", "scale13_block", "scale2_expert", "scale2_row", "scale2_block", "first")),
+    *((name, "i32") for name in ("tokens", "k", "experts", "width", "inner", "mapped")), ("alpha", "f32"), ("limit", "f32"),
+))
+UP, DOWN = "moe_small_up", "moe_small_down"
+MAX_TOKENS, MAX_SLOTS, MAX_EXPERTS = 64, 2048, 1024
+_HALVES, _FP8 = ("bf16", "fp16"), ("e4m3", "e5m2")
+_CODES = {"e4m3": "kernelgen::e4m3", "e5m2": "kernelgen::e5m2", "mxfp4": "kernelgen::e2m1"}
+_TOKENS, _ROWS, _WARPS = (1, 2, 4, 8, 16, 32), (8, 16, 32), (4, 8, 16)
+_STEP = 128              # bytes of a row that a warp multiplies at a time
+_BLOCKS = "block_128x128"
+_RESERVED = 1024         # bytes of shared memory per block, taken by the driver
+_IN_FLIGHT = 72 << 10    # bytes of weights on their way to an SM: 34 KB are what it takes in a microsecond
+_SMS = 132               # where a target does not say
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile shapes and schedules of both kernels.
+
+    tokens       of an expert that are multiplied at a time
+    rows         of weights that a warp has at a time: 8, 16 or 32; of a gated activation half as many outputs
+    warps        of a block; those of up share K, of down ``down_split`` of them do
+    stages       of a warp's ring, of 128 bytes of each row
+    up_blocks    per SM
+    cached_x     copies of x and of hidden rows go through L1. Right on an H200, never timed: no candidate has it
+    """
+
+    tokens: int
+    up_rows: int
+    up_warps: int
+    up_stages: int
+    up_blocks: int
+    down_rows: int
+    down_warps: int
+    down_split: int
+    down_stages: int
+    cached_x: bool = False
+
+    def __str__(self) -> str:
+        c = self
+        return (f"t{c.tokens} up{c.up_rows} w{c.up_warps} s{c.up_stages} b{c.up_blocks} "
+                f"down{c.down_rows} w{c.down_warps} k{c.down_split} s{c.down_stages}" + (" l1" if c.cached_x else ""))
+
+
+def _recipes(p: MoeProblem) -> tuple[str, str]:
+    """Of the fp8 scales of w13 and w2; "" without them."""
+    first, _, second = (p.scales or "").partition("/")
+    return first, second or first
+
+
+def _row_bytes(p: MoeProblem, width: int) -> int:
+    return width // 2 if p.packed else width * DTYPES[p.weight_dtype].bytes
+
+
+def _per_chunk(p: MoeProblem) -> int:
+    """Elements of 16 bytes of weights: SmallWeights::kPerChunk of the header."""
+    return 32 if p.packed else 16 // DTYPES[p.weight_dtype].bytes
+
+
+def _stage(p: MoeProblem, config: Config, rows: int, recipe: str, gated: bool) -> int:
+    """SmallStream::kStageBytes of the header."""
+    scales = 0 if recipe != _BLOCKS else max(2, rows // 8) if gated else rows // 8
+    words = 3 * rows if p.packed else scales
+    return rows * _STEP + config.tokens * _STEP * _per_chunk(p) // 8 + -(-4 * words // 16) * 16
+
+
+def _rings(p: MoeProblem, config: Config) -> tuple[int, int]:
+    """Bytes in front of the routing of up, and of the results of down."""
+    c, (first, second) = config, _recipes(p)
+    sums = 2 * c.up_warps * -(-c.up_rows // 16) * -(-c.tokens // 8) * 512
+    return (c.up_warps * c.up_stages * _stage(p, c, c.up_rows, first, p.gated) + sums,
+            c.down_warps * c.down_stages * _stage(p, c, c.down_rows, second, False))
+
+
+def shared_memory(problem: MoeProblem, config: Config) -> tuple[int, int]:
+    """Dynamic shared memory in bytes of the two launches."""
+    p, c = problem, config
+    routing = 4 * (p.experts + 5 * p.slots + 1)
+    up, down = _rings(p, c)
+    return up + routing, down + 4 * c.down_split * p.slots * c.down_rows + routing
+
+
+def supports(problem: MoeProblem, target: Target) -> Verdict:
+    """Can this kernel run the problem on the target at all?"""
+    p, name = problem, "moe_small_cuda"
+    fits = p.weight_dtype in (p.x_dtype, *_FP8) or (p.weight_dtype == "mxfp4" and p.x_dtype == "bf16")
+    return first_no(
+        (target.kind == "cuda" and target.capability >= 80, f"{name} needs sm_80 or later, got {target}"),
+        (0 < p.tokens <= MAX_TOKENS, f"{p.tokens} tokens, {name} takes 1 to {MAX_TOKENS}"),
+        (0 < p.slots <= MAX_SLOTS, f"{p.slots} slots, {name} takes 1 to {MAX_SLOTS}"),
+        (0 < p.experts <= MAX_EXPERTS, f"{p.experts} experts, {name} takes 1 to {MAX_EXPERTS}"),
+        (p.x_dtype in _HALVES and p.out_dtype == p.x_dtype, f"x is {p.x_dtype}, {name} takes {', '.join(_HALVES)}"),
+        (fits, f"{p.weight_dtype} experts beside {p.x_dtype}, {name} takes x's dtype, fp8, and mxfp4 beside bf16"),
+        (p.shared is None, f"a shared expert is not in {name}"),
+        (p.id_dtype in INDICES, f"ids of {p.id_dtype} are not one of {', '.join(INDICES)}"),
+        (p.slot_dtype in (*_HALVES, "fp32"), f"slot weights of {p.slot_dtype}, {name} takes 16 and 32 bits"),
+        (p.alignment == 16, f"rows are aligned to {p.alignment} bytes, {name} needs 16"),
+    ) and first_no(*(
+        (width > 0 and width % _per_chunk(p) == 0, f"{what} is {width} of {p.weight_dtype}, {name} takes multiples of 16 bytes")
+        for what, width in (("H", p.hidden), ("I", p.intermediate))))
+
+
+def legal(problem: MoeProblem, target: Target, config: Config) -> Verdict:
+    """Does the config fit the problem and the target?"""
+    c, limit = config, target.shared_memory_per_block
+    up, down = shared_memory(problem, c)
+    return first_no(
+        (c.tokens in _TOKENS and c.up_rows in _ROWS and c.down_rows in _ROWS, f"config {c}: tokens of {_TOKENS}, rows of {_ROWS}"),
+        (c.up_warps in _WARPS and c.down_warps in _WARPS and c.down_warps % c.down_split == 0,
+         f"config {c}: warps of {_WARPS}, and whole teams of them"),
+        (min(c.up_stages, c.down_stages) >= 2 and c.up_blocks >= 1, f"config {c}: rings of two stages or more, at least one block"),
+        (up <= limit and down <= limit, f"config {c} needs {up} and {down} bytes of shared memory, {target} has {limit}"),
+    )
+
+
+def _active(p: MoeProblem) -> float:
+    """Experts that some token takes, on average by random routing."""
+    return max(1.0, p.experts * (1 - max(0.0, 1 - p.k / p.experts) ** p.tokens))
+
+
+def _tokens(p: MoeProblem) -> int:
+    """Columns of a product: an expert's usual number of tokens and half as many more; others take a second one."""
+    wanted = 1 if p.tokens == 1 else min(p.tokens, 1.5 * p.slots / _active(p) + 1)
+    return next((n for n in _TOKENS if n >= wanted), _TOKENS[-1])
+
+
+def _stages(stage_rows: int, warps: int, blocks: int) -> int:
+    return max(3, min(16, 1 + round(_IN_FLIGHT / (blocks * warps * stage_rows * _STEP))))
+
+
+def _whole(parts: float, places: int) -> float:
+    """How much of so many places' time is used where parts cannot be divided."""
+    return parts / (places * -(-parts // places))
+
+
+def _ups(p: MoeProblem, sms: int) -> list[tuple[int, int, int, int]]:
+    """(rows, warps, stages, blocks), the most even first. Of equals, 16 rows, and 32 of fp8: Qwen3-30B with one token took 25.3 us with
+    them and 27.8 with 16, in bf16 25.4 and 25.7 (H200, 2026-11-30); 8 rows were slowest wherever they were measured.
+    """
+    def evenness(rows: int, blocks: int) -> float:
+        works = _active(p) * -(-p.intermediate // (rows // 2 if p.gated else rows))
+        return _whole(works, sms * blocks) - 0.03 * (rows == 8) + 0.005 * (rows == 32 and p.weight_dtype in _FP8)
+
+    shapes = sorted(product((16, 8, 32), (1, 2)), key=lambda s: -evenness(*s))
+    return [(rows, 8, _stages(rows, 8, blocks), blocks) for rows, blocks in shapes]
+
+
+def _downs(p: MoeProblem, sms: int) -> list[tuple[int, int, int, int]]:
+    """(rows, warps, split, stages), by how even the tiles are on the SMs and the units on the warps of a block."""
+    steps, active = -(-_row_bytes(p, p.intermediate) // _STEP), round(_active(p))
+
+    def cost(shape: tuple[int, int, int]) -> float:
+        rows, warps, split = shape
+        teams, tiles = warps // split, -(-p.hidden // rows)
+        even = _whole(active * steps, 1) if warps == 1 else active * steps / (warps * -(-active // teams) * -(-steps // split))
+        return -_whole(tiles, sms) * even + 0.01 * (rows == 8) + 0.002 * split
+
+    shapes = sorted(((r, w, s) for r, w, s in product((16, 8), (8, 4, 16), (1, 2, 4, 8)) if w % s == 0), key=cost)
+    tiles = {rows: -(-p.hidden // rows) for rows in _ROWS}
+    return [(r, w, s, _stages(r, w, min(4, -(-tiles[r] // sms)))) for r, w, s in shapes]
+
+
+def candidates(problem: MoeProblem, target: Target) -> Iterator[Config]:
+    """Legal configs, best guess first: where shared memory is short, with fewer stages and then with fewer tokens at a time."""
+    p, sms = problem, target.sm_count or _SMS
+    most, shapes = _tokens(p), list(product(_ups(p, sms), _downs(p, sms)))
+    for tokens in (n for n in reversed(_TOKENS) if n <= most):
+        for (rows, warps, stages, blocks), (down_rows, down_warps, split, down_stages) in shapes:
+            for fewer in (0, 2, 4, 8):
+                c = Config(tokens, rows, warps, max(2, stages - fewer), blocks, down_rows, down_warps, split, max(2, down_stages - fewer))
+                if legal(p, target, c):
+                    yield c
+                    break
+
+
+def spec(problem: MoeProblem, target: Target, config: Config) -> KernelSpec:
+    """The specialisation: dtypes, activation, scales, biases and config; no extents."""
+    p, c = problem, config
+    recipes = _recipes(p)
+    gate = GATES[p.gate_up] if p.gated else "kNone"
+    activation = ACTIVATION_NAMES[None if p.activation == "identity" else p.activation]
+    rings = _rings(p, c)
+    names = [p.x_dtype, p.weight_dtype, p.activation, gate[1:].lower(), *(r for r in recipes if r), p.slot_dtype, p.id_dtype]
+    names += [f"bias_{p.bias13_dtype}_{p.bias2_dtype}"] if p.bias13 or p.bias2 else []
+    names += [word for word, on in (("limit", p.limit), ("on_input", p.weights_on_input), (p.expert_map, p.expert_map)) if on and word]
+    parameters: dict[str, Any] = dict(
+        element=DTYPES[p.x_dtype].cuda, code=_CODES.get(p.weight_dtype) or DTYPES[p.weight_dtype].cuda,
+        index=INDICES[p.id_dtype], weight_type=DTYPES[p.slot_dtype].cuda, bias13_type=DTYPES[p.bias13_dtype or p.x_dtype].cuda,
+        bias2_type=DTYPES[p.bias2_dtype or p.x_dtype].cuda, map=MAPS[p.expert_map], gate=gate, activation=activation,
+        clamped=p.limit and p.gated, on_input=p.weights_on_input, blocks13=recipes[0] == _BLOCKS, blocks2=recipes[1] == _BLOCKS,
+        scale13=recipes[0] not in ("", _BLOCKS), scale2=recipes[1] not in ("", _BLOCKS), bias13=p.bias13, bias2=p.bias2,
+        tokens=c.tokens, up_rows=c.up_rows, up_warps=c.up_warps, up_stages=c.up_stages, down_rows=c.down_rows, down_warps=c.down_warps,
+        down_split=c.down_split, down_stages=c.down_stages, cached_x=c.cached_x, up_bytes=rings[0], down_bytes=rings[1])
+    return KernelSpec.make(
+        "_".join(["moe_small_cuda", *names, *str(c).split()]), "moe/small_cuda.cu.jinja", "nvrtc", parameters, params=PARAMS,
+        params_type="kernelgen::MoeSmallParams", entries=(UP, DOWN), target=target)
+
+
+def _plain(w: Any, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Elements or codes, and scales; those of packed weights with the groups of a row as neighbours."""
+    return (w.codes, w.scale.contiguous()) if isinstance(w, PackedWeight) else (w, scale)
+
+
+def _scale_strides(scale: torch.Tensor | None, recipe: str) -> tuple[int, int, int]:
+    """Of an expert, a row (or 128 of them) and 128 of K; 0 where there is one for all."""
+    if scale is None or recipe == "tensor":
+        return 0, 0, 0
+    if recipe == "expert":
+        return scale.stride(0), 0, 0
+    return scale.stride(0), scale.stride(1), scale.stride(2) if recipe == _BLOCKS else 0
+
+
+def _scalars(p: MoeProblem, t: MoeTensors) -> dict[str, int | float]:
+    limit = t.limit if t.limit is not None else OAI_LIMIT if p.limit else 0.0
+    alpha = (OAI_ALPHA if t.alpha is None else t.alpha) if p.activation == "swiglu_oai" else 0.0
+    values: dict[str, int | float] = {
+        "x_row": t.x.stride(0), "out_row": t.out.stride(0), "weights_row": t.weights.stride(0), "ids_row": t.ids.stride(0),
+        "bias13_expert": 0 if t.bias13 is None else t.bias13.stride(0), "bias2_expert": 0 if t.bias2 is None else t.bias2.stride(0),
+        "first": t.first, "tokens": p.tokens, "k": p.k, "experts": p.experts, "width": p.hidden, "inner": p.intermediate,
+        "mapped": 0 if t.table is None else t.table.shape[0], "alpha": alpha, "limit": limit}
+    for name, (w, scale), recipe in zip(("13", "2"), (_plain(t.w13, t.scale13), _plain(t.w2, t.scale2)), _recipes(p)):
+        values |= {f"w{name}_expert": w.stride(0) * w.element_size(), f"w{name}_row": w.stride(1) * w.element_size()}
+        values |= dict(zip((f"scale{name}_expert", f"scale{name}_row", f"scale{name}_block"), _scale_strides(scale, recipe)))
+    return values
+
+
+def _address(t: torch.Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
+
+
+def bind(problem: MoeProblem, config: Config, kernel: Any, tensors: MoeTensors) -> Callable[[MoeTensors], None]:
+    """The closure of a repeated call: packs addresses, launches twice; the hidden rows lie in memory of torch's allocator."""
+    p, c, t = problem, config, tensors
+    device, dtype, (up_bytes, down_bytes) = t.x.device, DTYPES[p.x_dtype].torch, shared_memory(p, c)
+    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    works = min(p.slots, p.experts * -(-p.slots // c.tokens)) * -(-p.intermediate // (c.up_rows // 2 if p.gated else c.up_rows))
+    options: dict[str, Any] = dict(programmatic=dependent(device))
+    up = kernel.prepare(device.index or 0, grid=(min(works, sms * c.up_blocks), 1, 1), block=(32 * c.up_warps, 1, 1),
+                        shared_memory=up_bytes, **options)
+    down = kernel.entry(DOWN, PARAMS).prepare(device.index or 0, grid=(-(-p.hidden // c.down_rows), 1, 1), block=(32 * c.down_warps, 1, 1),
+                                              shared_memory=down_bytes, **options)
+    tail, pack, elements = PARAMS.pack_scalars(_scalars(p, t)), PARAMS.pointer_packer.pack, p.slots * p.intermediate
+
+    def run(t: MoeTensors) -> None:
+        hidden = torch.empty(elements, dtype=dtype, device=device)
+        (w13, scale13), (w2, scale2) = _plain(t.w13, t.scale13), _plain(t.w2, t.scale2)
+        params = pack(
+            t.x.data_ptr(), w13.data_ptr(), w2.data_ptr(), _address(scale13), _address(scale2), _address(t.bias13),
+            _address(t.bias2), t.weights.data_ptr(), t.ids.data_ptr(), _address(t.table), hidden.data_ptr(), t.out.data_ptr()) + tail
+        up(params)
+        down(params)
+
+    return run
+
+
+def coverage() -> Iterable[tuple[MoeProblem, Config | None]]:
+    """Problems that together reach every branch of the template."""
+    base = MoeProblem(1, 2048, 768, 128, 8, "bf16", "bf16", "bf16")
+    yield base, None
+    yield replace(base, tokens=8, gate_up="up_first", bias13=True, bias2=True, bias13_dtype="fp32", bias2_dtype="bf16"), None
+    yield replace(base, tokens=64, activation="swiglu_oai", limit=True, gate_up="interleaved", id_dtype="int64", expert_map="table"), None
+    yield (replace(base, tokens=2, activation="relu2", gated=False, weights_on_input=True, slot_dtype="bf16", expert_map="range"),
+           Config(2, 8, 4, 4, 2, 32, 4, 2, 3))
+    yield replace(base, tokens=64, x_dtype="fp16", weight_dtype="fp16", out_dtype="fp16"), Config(16, 16, 4, 3, 1, 8, 8, 4, 3)
+    blocks = replace(base, weight_dtype="e4m3", scales=_BLOCKS)
+    yield blocks, None
+    yield replace(blocks, tokens=8, experts=256, hidden=7168, intermediate=256), None
+    yield replace(blocks, tokens=8), Config(4, 8, 8, 8, 1, 8, 8, 4, 6, cached_x=True)
+    mxfp4 = PackedForm("mxfp4", 32, "e8m0", False)
+    yield (replace(base, hidden=2880, intermediate=2880, k=4, weight_dtype="mxfp4", packed=(mxfp4, mxfp4), activation="swiglu_oai",
+                   limit=True, bias13=True, bias2=True, bias13_dtype="bf16", bias2_dtype="bf16", gate_up="interleaved"), None)
+    yield replace(blocks, weight_dtype="e5m2", scales="channel/tensor", x_dtype="fp16", out_dtype="fp16"), None
+
+
+FAMILY = KernelFamily(
+    name="moe/small_cuda", op="moe", target_kind="cuda", toolchain="nvrtc", supports=supports, candidates=candidates, legal=legal,
+    spec=spec, bind=bind, coverage=coverage,
+)

@@ -1,0 +1,224 @@
+// A mixture-of-experts layer for few tokens in two launches: every weight of an expert that is used is read once, at memory speed.
+//
+//   up    works (unit, tile of outputs) are dealt to a grid that fills the chip; the warps of a block share K, their sums meet in shared
+//         memory, one warp adds them up in their order, applies bias and activation and writes the hidden rows of the slots
+//   down  a block owns a tile of outputs and walks over all units, whose results of each slot it keeps in shared memory: they are weighted
+//         and added in the order of the slots, and written once. No workspace, no atomics
+//
+// Gate and up of an output are rows i and i + 8 of the same fragment, in any of their orders. x and the hidden rows (of x's type) are
+// multiplied as they are, fp8 weights are widened, which is exact. Each block finds the routing for itself (small_routing.cuh). Blocks of
+// down begin while up runs (programmatic dependent launch): ids and weights were there before up began, so their rings are full when
+// the hidden rows come.
+#pragma once
+
+#include <kernelgen/activation/activations.cuh>
+#include <kernelgen/moe/small_stream.cuh>
+
+namespace kernelgen {
+
+template <class Options>
+struct MoeSmallUp : SmallStream<Options, true> {
+  using Stream = SmallStream<Options, true>;
+  using T = typename Options::T;
+  using Routing = typename Stream::Routing;
+  using Sums = typename Stream::Sums;
+  using Stream::kColumns;
+  using Stream::kGated;
+  using Stream::kRows;
+  using Stream::kTiles;
+  using Stream::kWarps;
+  static constexpr int kSumBytes = kTiles * kColumns * 512;  // of a warp
+  static constexpr int kSumsAt = Stream::kRingBytes, kRoutingAt = kSumsAt + 2 * kWarps * kSumBytes;
+
+  using Stream::Stream;
+
+  // Of a row, in the product of slot `slot`.
+  __device__ float completed(float sum, int expert, int row, int slot) const {
+    const MoeSmallParams& p = this->p;
+    if constexpr (Options::kScale13) sum *= static_cast<const float*>(p.scale13)[expert * p.scale13_expert + row * p.scale13_row];
+    if constexpr (Options::kOnInput) sum *= this->routing.weights[slot];
+    if constexpr (Options::kBias13) {
+      sum += to_float(static_cast<const typename Options::Bias13*>(p.bias13)[expert * p.bias13_expert + row]);
+    }
+    return sum;
+  }
+
+  // The hidden value of an output for one token; ungated, `gate` is all of it.
+  __device__ void store(float gate, float up, const typename Routing::Unit& unit, int token, int output, int row, int row_of_up) const {
+    const MoeSmallParams& p = this->p;
+    if (token >= unit.count || output >= p.inner) return;
+    const int slot = this->routing.sorted[unit.first + token];
+    gate = completed(gate, unit.expert, row, slot);
+    if constexpr (kGated) {
+      up = completed(up, unit.expert, row_of_up, slot);
+      gate = activate_gate<Options::kActivation, Options::kClamped>(gate, up, p.alpha, p.limit);
+    } else {
+      gate = activate<Options::kActivation>(gate);
+    }
+    static_cast<T*>(p.hidden)[static_cast<int64_t>(slot) * p.inner + output] = from_float<T>(gate);
+  }
+
+  // By one warp: the sums of all, which lie at `sums`.
+  __device__ void finish(int at, uint32_t sums) const {
+    const MoeSmallParams& p = this->p;
+    const auto unit = this->unit_of(at);
+    const int first = this->tile_of(at) * Stream::kOutputs, lane = this->lane, group = this->group;
+#pragma unroll
+    for (int i = 0; i < kTiles * kColumns; ++i) {
+      const int m = i / kColumns, t = i % kColumns;
+      float sum[4] = {};
+#pragma unroll
+      for (int warp = 0; warp < kWarps; ++warp) {
+        uint32_t words[4];
+        load_chunk(words, sums + warp * kSumBytes + i * 512 + lane * 16);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sum[j] += __uint_as_float(words[j]);
+      }
+      const int token = 8 * t + 2 * this->place;
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        if constexpr (kGated && kRows == 8) {
+          const float up = __shfl_sync(kFullWarp, sum[j], (lane + 16) % kWarpSize);
+          const int output = first + group % 4;
+          if (group < 4) store(sum[j], up, unit, token + j, output, Stream::row_of(p, first, 0, group), Stream::row_of(p, first, 0, group + 4));
+        } else if constexpr (kGated) {
+          const int output = first + 8 * m + group;
+          store(sum[j], sum[2 + j], unit, token + j, output, Stream::row_of(p, first, 2 * m, group), Stream::row_of(p, first, 2 * m + 1, group));
+        } else {
+          const int output = first + 16 * m + group;
+          store(sum[j], 0.0f, unit, token + j, output, output, 0);
+          if constexpr (kRows > 8) store(sum[2 + j], 0.0f, unit, token + j, output + 8, output + 8, 0);
+        }
+      }
+    }
+  }
+
+  __device__ void work(uint32_t shared, int warp) {
+    const int total = this->tiles * this->units, stride = gridDim.x;
+    auto next = this->begin(blockIdx.x, stride, total);
+#pragma unroll 1
+    for (int i = 0; i < Stream::kStages - 1; ++i) {
+      this->copy_weights(next, this->stage_at(i));
+      this->copy_x(next, this->stage_at(i));
+      cp_async_commit();
+      this->advance(next);
+    }
+    int turn = 0;
+    for (int at = blockIdx.x; at < total; at += stride, ++turn) {
+      Sums sums;
+      this->run(sums, next, at);
+      const uint32_t target = shared + kSumsAt + turn % 2 * (kWarps * kSumBytes);
+#pragma unroll
+      for (int i = 0; i < kTiles * kColumns; ++i) {
+        const float(&sum)[4] = sums[i / kColumns][i % kColumns];
+        const uint32_t words[4] = {__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]), __float_as_uint(sum[3])};
+        store_chunk(target + warp * kSumBytes + i * 512 + this->lane * 16, words);
+      }
+      // All sums are there. And who added up the work before this one is done: its memory is written to next.
+      __syncthreads();
+      if (warp == turn % kWarps) finish(at, target);
+    }
+    cp_async_wait<0>();
+  }
+
+  __device__ static void main(const MoeSmallParams& p) {
+    extern __shared__ __align__(128) unsigned char shared_memory[];
+    const uint32_t shared = shared_address(shared_memory);
+    join_previous_kernel();
+    const Routing routing(shared_memory + kRoutingAt, p);
+    routing.find(p, Stream::kThreads);
+    const int warp = warp_id();
+    MoeSmallUp(p, routing, shared, warp, ceil_div(p.inner, Stream::kOutputs)).work(shared, warp);
+  }
+};
+
+template <class Options>
+struct MoeSmallDown : SmallStream<Options, false> {
+  using Stream = SmallStream<Options, false>;
+  using T = typename Options::T;
+  using Routing = typename Stream::Routing;
+  using Sums = typename Stream::Sums;
+  using Stream::kColumns;
+  using Stream::kRows;
+  using Stream::kSplit;
+  using Stream::kTiles;
+  using Stream::kWarps;
+  static constexpr int kResultsAt = Stream::kRingBytes;
+
+  using Stream::Stream;
+
+  // Results: [part of K][slot][row].
+  __device__ void leave(const Sums& sums, const typename Routing::Unit& unit, float* results) const {
+    const int slots = this->p.tokens * this->p.k;
+#pragma unroll
+    for (int i = 0; i < kTiles * kColumns * 4; ++i) {
+      const int m = i / (kColumns * 4), t = i / 4 % kColumns, j = i % 4;
+      const int token = 8 * t + 2 * this->place + j % 2, row = 16 * m + j / 2 * 8 + this->group;
+      if (token < unit.count && (kRows > 8 || j < 2)) {
+        results[(this->part * slots + this->routing.sorted[unit.first + token]) * kRows + row] = sums[m][t][j];
+      }
+    }
+  }
+
+  __device__ void combine(const float* results) const {
+    const MoeSmallParams& p = this->p;
+    const int slots = p.tokens * p.k;
+    for (int i = threadIdx.x; i < p.tokens * kRows; i += Stream::kThreads) {
+      const int token = i / kRows, row = i % kRows, output = blockIdx.x * kRows + row;
+      if (output >= p.width) continue;
+      float total = 0.0f;
+#pragma unroll 4
+      for (int s = 0; s < p.k; ++s) {
+        const int slot = token * p.k + s, expert = this->routing.experts[slot];
+        if (expert < 0) continue;
+        float y = 0.0f;
+#pragma unroll
+        for (int part = 0; part < kSplit; ++part) y += results[(part * slots + slot) * kRows + row];
+        if constexpr (Options::kScale2) y *= static_cast<const float*>(p.scale2)[expert * p.scale2_expert + output * p.scale2_row];
+        if constexpr (Options::kBias2) {
+          y += to_float(static_cast<const typename Options::Bias2*>(p.bias2)[expert * p.bias2_expert + output]);
+        }
+        total = fmaf(Options::kOnInput ? 1.0f : this->routing.weights[slot], y, total);
+      }
+      static_cast<T*>(p.out)[token * p.out_row + output] = from_float<T>(total);
+    }
+  }
+
+  __device__ void work(float* results, int warp) {
+    constexpr int kTeams = kWarps / kSplit, kAhead = Stream::kStages - 1;
+    const int team = warp / kSplit;
+    auto next = this->begin(team, kTeams, this->units), behind = next;
+#pragma unroll 1
+    for (int i = 0; i < kAhead; ++i) {
+      this->copy_weights(next, this->stage_at(i));
+      this->advance(next);
+    }
+    join_previous_kernel();
+#pragma unroll 1
+    for (int i = 0; i < kAhead; ++i) {
+      this->copy_x(behind, this->stage_at(i));
+      cp_async_commit();
+      this->advance(behind);
+    }
+    for (int at = team; at < this->units; at += kTeams) {
+      Sums sums;
+      this->run(sums, next, at);
+      leave(sums, this->unit_of(at), results);
+    }
+    cp_async_wait<0>();
+    __syncthreads();  // the results of all units are there
+    combine(results);
+  }
+
+  __device__ static void main(const MoeSmallParams& p) {
+    extern __shared__ __align__(128) unsigned char shared_memory[];
+    const uint32_t shared = shared_address(shared_memory);
+    const int results = kSplit * p.tokens * p.k * kRows;  // floats
+    const Routing routing(shared_memory + kResultsAt + 4 * results, p);
+    routing.find(p, Stream::kThreads);  // what it reads was there before the kernel in front began
+    const int warp = warp_id();
+    MoeSmallDown(p, routing, shared, warp, 0).work(reinterpret_cast<float*>(shared_memory + kResultsAt), warp);
+  }
+};
+
+}  // namespace kernelgen

@@ -1,0 +1,341 @@
+// Rows of weights on their way through a warp, for moe/small_cuda: each warp has a ring of its own in shared memory and no barrier
+// with others.
+//
+//   stage   128 bytes of each of kRows rows (twice 16 bytes a lane: 8 rows are 1,024 bytes), as many elements of kTokens rows of x, and
+//           the scales of blocks
+//   copies  cp.async, kStages - 1 steps ahead of the products, over the ends of the units: a warp that begins a new expert has its
+//           first rows already
+//   product mma m16n8k16, rows of weights as A, tokens as its eight columns
+//
+// A row of weights reaches the registers that its lane copied it for; of x a lane reads what others copied, so a warp meets once
+// a step. Tokens that a unit does not have are copies of its last one: a column of a product sees no other column.
+#pragma once
+
+#include <kernelgen/cuda/cp_async.cuh>
+#include <kernelgen/cuda/cp_async_cached.cuh>
+#include <kernelgen/cuda/dependent.cuh>
+#include <kernelgen/cuda/ldmatrix.cuh>
+#include <kernelgen/cuda/mma.cuh>
+#include <kernelgen/gemm/gate.cuh>
+#include <kernelgen/moe/small_routing.cuh>
+#include <kernelgen/moe/small_weights.cuh>
+
+namespace kernelgen {
+
+// `Options` is the rendered file's struct of compile-time constants: T (of x), Code (of w13, w2), Index, Weight, Bias13, Bias2; kMap,
+// kGate, kActivation, kClamped, kOnInput; kBlocks13, kBlocks2 (scales of 128 x 128), kScale13, kScale2 (of rows), kBias13, kBias2; kTokens;
+// kUpRows, kUpWarps, kUpStages; kDownRows, kDownWarps, kDownSplit, kDownStages; kCachedX (copies of x and hidden rows through L1).
+template <class Options, bool kUp>
+struct SmallStream : Options {
+  using T = typename Options::T;
+  using Weights = SmallWeights<T, typename Options::Code>;
+  using Routing = SmallRouting<Options>;
+  using Options::kTokens;
+
+  static constexpr int kRows = kUp ? Options::kUpRows : Options::kDownRows;
+  static constexpr int kWarps = kUp ? Options::kUpWarps : Options::kDownWarps;
+  static constexpr int kStages = kUp ? Options::kUpStages : Options::kDownStages;
+  static constexpr int kSplit = kUp ? kWarps : Options::kDownSplit;  // warps that share K
+  static constexpr bool kBlocks = kUp ? Options::kBlocks13 : Options::kBlocks2;
+  static constexpr Gate kGate = kUp ? Options::kGate : Gate::kNone;
+  static constexpr bool kGated = kGate != Gate::kNone;
+  static constexpr int kOutputs = kGated ? kRows / 2 : kRows;
+  static constexpr int kThreads = kWarps * kWarpSize;
+  static constexpr int kEights = kRows / 8;             // of rows
+  static constexpr int kTiles = ceil_div(kEights, 2);   // of sixteen
+  static constexpr int kColumns = ceil_div(kTokens, 8); // of eight tokens
+  static constexpr int kScales = !kBlocks ? 0 : kGated ? max_of(2, kEights) : kEights;
+  static constexpr int kHalves = 2, kStepBytes = kHalves * 64;  // of a row
+  static constexpr int kStepDepth = kHalves * Weights::kDepth;  // elements
+  static constexpr int kTokenBytes = kTokens * 64;              // of a chunk of 8 elements of each lane
+  static constexpr int kXAt = kEights * kHalves * 512, kScalesAt = kXAt + kHalves * Weights::kChunksOfX * kTokenBytes;
+  // A row's scales of 32 in a step are 8 bytes of any alignment: the words that hold them, dealt to the lanes.
+  static constexpr bool kFourBit = Weights::kFourBit;
+  static constexpr int kScaleWords = kFourBit ? 3 * kRows : 0, kScaleCopies = ceil_div(kScaleWords, kWarpSize);
+  static constexpr int kScaleStep = kStepDepth / 32;  // bytes
+  static constexpr int kStageBytes = kScalesAt + round_up(4 * max_of(kScales, kScaleWords), 16);
+  static constexpr int kRingBytes = kWarps * kStages * kStageBytes;
+  static_assert(kRows == 8 || kRows == 16 || kRows == 32, "parts of an mma's rows");
+  static_assert(kWarps % kSplit == 0, "teams of warps");
+
+  using Sums = float[kTiles][kColumns][4];
+
+  const MoeSmallParams& p;
+  const Routing& routing;
+  uint32_t ring;           // this warp's
+  int lane, group, place;  // row or token of a fragment, and which of its quad
+  int part;                // of K
+  int steps, bytes;        // of a row of weights
+  int tiles, units;        // of outputs, of the routing
+  int stage = 0;           // that is multiplied next
+
+  __device__ SmallStream(const MoeSmallParams& p, const Routing& routing, uint32_t shared, int warp, int tiles)
+      : p(p), routing(routing), ring(shared + warp * kStages * kStageBytes), lane(lane_id()), group(lane / 4), place(lane % 4),
+        part(warp % kSplit), tiles(tiles), units(*routing.units) {
+    bytes = (kUp ? p.width : p.inner) / Weights::kPerChunk * 16;
+    steps = ceil_div(bytes, kSplit * kStepBytes);
+  }
+
+  // Row `i` of the eight rows `eight` of a tile whose first output is `output`.
+  __device__ static int row_of(const MoeSmallParams& p, int output, int eight, int i) {
+    if constexpr (!kGated) {
+      return output + 8 * eight + i;
+    } else {
+      // 8 rows: four gates and their ups; more: eight of each in turn.
+      const bool second = kRows == 8 ? i >= 4 : eight % 2 == 1;
+      const int j = output + (kRows == 8 ? i % 4 : 8 * (eight / 2) + i);
+      if constexpr (kGate == Gate::kInterleaved) {
+        return 2 * j + second;
+      } else {
+        return j + (second == (kGate == Gate::kGateFirst) ? p.inner : 0);
+      }
+    }
+  }
+  __device__ static int outputs(const MoeSmallParams& p) { return kUp ? p.inner : p.width; }
+  __device__ static int last_row(const MoeSmallParams& p) { return (kGated ? 2 * p.inner : outputs(p)) - 1; }
+
+  // What is copied next. Work `at` is a unit and a tile of outputs; a warp takes every `stride`-th.
+  struct Cursor {
+    int at, stride, total, step;
+    const char* weights[kEights];
+    const T* x[kColumns];
+    const float* scales;
+    const char* words[max_of(1, kScaleCopies)];
+    int left[max_of(1, kScaleCopies)];  // bytes from a word's first to the end of its row
+  };
+
+  __device__ Cursor begin(int at, int stride, int total) const {
+    Cursor c;
+    c.at = at, c.stride = stride, c.total = total, c.step = 0;
+    if (at < total) aim(c);
+    return c;
+  }
+
+  // Neighbours in time are units of the same tile: those of one expert meet in L2.
+  __device__ int tile_of(int at) const { return kUp ? at / units : static_cast<int>(blockIdx.x); }
+  __device__ typename Routing::Unit unit_of(int at) const { return routing.unit(kUp ? at % units : at); }
+
+  __device__ void aim(Cursor& c) const {
+    const auto unit = unit_of(c.at);
+    const int output = tile_of(c.at) * kOutputs;
+    const char* base = kUp ? p.w13 + unit.expert * p.w13_expert : p.w2 + unit.expert * p.w2_expert;
+#pragma unroll
+    for (int i = 0; i < kEights; ++i) {
+      const int row = min(row_of(p, output, i, group), last_row(p));  // rows behind the last are not stored
+      c.weights[i] = base + row * (kUp ? p.w13_row : p.w2_row) + part * kStepBytes + place * 16;
+    }
+#pragma unroll
+    for (int t = 0; t < kColumns; ++t) {
+      const int slot = routing.sorted[unit.first + min(8 * t + group, unit.count - 1)];
+      c.x[t] = kUp ? static_cast<const T*>(p.x) + slot / p.k * p.x_row : static_cast<const T*>(p.hidden) + static_cast<int64_t>(slot) * p.inner;
+      c.x[t] += part * kStepDepth + place * Weights::kPerChunk;
+    }
+    if constexpr (kBlocks) {
+      const int entry = min(lane, kScales - 1), row = min(kRows == 8 ? row_of(p, output, 0, 4 * entry) : row_of(p, output, entry, 0), last_row(p));
+      const auto* scale = static_cast<const float*>(kUp ? p.scale13 : p.scale2);
+      c.scales = scale + unit.expert * (kUp ? p.scale13_expert : p.scale2_expert) + row / 128 * (kUp ? p.scale13_row : p.scale2_row);
+    }
+    if constexpr (kFourBit) {
+#pragma unroll
+      for (int i = 0; i < kScaleCopies; ++i) {
+        const int entry = min(lane + i * kWarpSize, kScaleWords - 1), row = entry / 3;
+        const char* first = scales_of(unit.expert, output, row / 8, row % 8);
+        const int offset = part * kScaleStep + entry % 3 * 4 - skew_of(first);
+        c.words[i] = first + offset;
+        c.left[i] = (kUp ? p.width : p.inner) / 32 - offset;
+      }
+    }
+  }
+
+  // E8M0 scales of a row.
+  __device__ const char* scales_of(int expert, int output, int eight, int i) const {
+    const int row = min(row_of(p, output, eight, i), last_row(p));
+    const auto* scale = static_cast<const char*>(kUp ? p.scale13 : p.scale2);
+    return scale + expert * (kUp ? p.scale13_expert : p.scale2_expert) + row * (kUp ? p.scale13_row : p.scale2_row);
+  }
+  // Bytes from the beginning of a word.
+  __device__ static int skew_of(const char* address) { return static_cast<int>(reinterpret_cast<uint64_t>(address) & 3); }
+
+  __device__ void advance(Cursor& c) const {
+    if (c.at >= c.total) return;
+    if (++c.step < steps) {
+#pragma unroll
+      for (int i = 0; i < kEights; ++i) c.weights[i] += kSplit * kStepBytes;
+#pragma unroll
+      for (int t = 0; t < kColumns; ++t) c.x[t] += kSplit * kStepDepth;
+#pragma unroll
+      for (int i = 0; i < kScaleCopies; ++i) c.words[i] += kSplit * kScaleStep, c.left[i] -= kSplit * kScaleStep;
+      return;
+    }
+    c.step = 0;
+    c.at += c.stride;
+    if (c.at < c.total) aim(c);
+  }
+
+  __device__ uint32_t stage_at(int index) const { return ring + index * kStageBytes; }
+
+  // Whether half `half` of the step has anything for this lane.
+  __device__ bool exists(const Cursor& c, int half) const {
+    return (c.step * kSplit + part) * kStepBytes + half * 64 + place * 16 < bytes;
+  }
+
+  __device__ void copy_weights(const Cursor& c, uint32_t stage) const {
+    if (c.at >= c.total) return;
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+      const bool valid = exists(c, half);
+#pragma unroll
+      for (int i = 0; i < kEights; ++i) cp_async_16(stage + (i * kHalves + half) * 512 + lane * 16, c.weights[i] + half * 64, valid);
+    }
+    if constexpr (kBlocks) {
+      const int block = (c.step * kSplit + part) * kStepDepth / 128;
+      if (lane < kScales) cp_async_4(stage + kScalesAt + 4 * lane, c.scales + block * (kUp ? p.scale13_block : p.scale2_block),
+                                     (c.step * kSplit + part) * kStepBytes < bytes);
+    }
+#pragma unroll
+    for (int i = 0; i < kScaleCopies; ++i) {
+      const int entry = lane + i * kWarpSize;
+      if (entry < kScaleWords) cp_async_4(stage + kScalesAt + 4 * entry, c.words[i], c.left[i] > 0);
+    }
+  }
+
+  __device__ void copy_x(const Cursor& c, uint32_t stage) const {
+    if (c.at >= c.total) return;
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+      const bool valid = exists(c, half);
+#pragma unroll
+      for (int t = 0; t < kColumns; ++t) {
+        if (kTokens >= 8 || group < kTokens) {
+#pragma unroll
+          for (int i = 0; i < Weights::kChunksOfX; ++i) {
+            const uint32_t target = stage + kXAt + (half * Weights::kChunksOfX + i) * kTokenBytes + t * 512 + lane * 16;
+            const T* source = c.x[t] + half * Weights::kDepth + 8 * i;
+            if constexpr (Options::kCachedX) {
+              cp_async_16_cached(target, source, valid);
+            } else {
+              cp_async_16(target, source, valid);
+            }
+          }
+        }
+      }
+    }
+  }
+
+  __device__ void clear(Sums& sums) const {
+#pragma unroll
+    for (int i = 0; i < kTiles * kColumns * 4; ++i) sums[i / (kColumns * 4)][i / 4 % kColumns][i % 4] = 0.0f;
+  }
+
+  using Factor = typename Weights::Factor;
+
+  // One half's products: rows and x as they lie in a stage. `fresh`: the sums are nothing yet.
+  template <bool Large>
+  __device__ void multiply_half(Sums& sums, uint32_t from, int half, bool fresh, const Factor (&factors)[2 * kTiles]) const {
+    uint32_t rows[2 * kTiles][4], x[kColumns][Weights::kChunksOfX][4];
+#pragma unroll
+    for (int i = 0; i < kEights; ++i) load_chunk(rows[i], from + (i * kHalves + half) * 512 + lane * 16);
+    if constexpr (kEights == 1) rows[1][0] = rows[1][1] = rows[1][2] = rows[1][3] = 0;
+    const int token = (kTokens >= 8 ? group : group % kTokens) * 4 + place;
+#pragma unroll
+    for (int t = 0; t < kColumns; ++t) {
+#pragma unroll
+      for (int i = 0; i < Weights::kChunksOfX; ++i) {
+        load_chunk(x[t][i], from + kXAt + (half * Weights::kChunksOfX + i) * kTokenBytes + t * 512 + token * 16);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < Weights::kProducts; ++i) {
+      uint32_t b[kColumns][2];
+#pragma unroll
+      for (int t = 0; t < kColumns; ++t) Weights::columns(b[t][0], b[t][1], x[t], i);
+#pragma unroll
+      for (int m = 0; m < kTiles; ++m) {
+        uint32_t a[4];
+        Weights::template fragment<Large>(a, rows[2 * m], rows[2 * m + 1], i, factors[2 * m], factors[2 * m + 1]);
+#pragma unroll
+        for (int t = 0; t < kColumns; ++t) {
+          if (fresh && i == 0) {
+            mma_m16n8k16_fresh<T>(sums[m][t], a, b[t][0], b[t][1]);
+          } else {
+            mma_m16n8k16<T>(sums[m][t], a, b[t][0], b[t][1]);
+          }
+        }
+      }
+    }
+  }
+
+  // With the scales of 32.
+  __device__ void multiply_scaled(Sums& sums, uint32_t from, const int (&skew)[kEights]) const {
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+      Factor factors[2 * kTiles] = {};
+      bool large = false;
+#pragma unroll
+      for (int i = 0; i < kEights; ++i) {
+        const int at = skew[i] + half * 4 + place;
+        const int e = load_word(from + kScalesAt + 12 * (8 * i + group) + at / 4 * 4) >> at % 4 * 8 & 0xff;
+        factors[i] = Weights::factor(e);
+        large = large || (e > 128 && e < 255);
+      }
+      if (__any_sync(kFullWarp, large)) {
+        multiply_half<true>(sums, from, half, false, factors);
+      } else {
+        multiply_half<false>(sums, from, half, false, factors);
+      }
+    }
+  }
+
+  __device__ void multiply(Sums& sums, uint32_t from, const int (&skew)[kEights]) const {
+    const Factor none[2 * kTiles] = {};
+    if constexpr (kFourBit) {
+      multiply_scaled(sums, from, skew);
+    } else if constexpr (!kBlocks) {
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) multiply_half<false>(sums, from, half, false, none);
+    } else {
+      Sums block;
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) multiply_half<false>(block, from, half, half == 0, none);
+#pragma unroll
+      for (int m = 0; m < kTiles; ++m) {
+        float scale[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int entry = kRows == 8 ? (kGated ? group / 4 : 0) : 2 * m + half;
+          scale[half] = __uint_as_float(load_word(from + kScalesAt + 4 * entry));
+        }
+#pragma unroll
+        for (int t = 0; t < kColumns; ++t) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) sums[m][t][i] = fmaf(block[m][t][i], scale[i / 2], sums[m][t][i]);
+        }
+      }
+    }
+  }
+
+  // One work's products, of this warp's part of K; `next` is what is copied meanwhile.
+  __device__ void run(Sums& sums, Cursor& next, int at) {
+    clear(sums);
+    int skew[kEights] = {};
+    if constexpr (kFourBit) {
+      const int expert = unit_of(at).expert, output = tile_of(at) * kOutputs;
+#pragma unroll
+      for (int i = 0; i < kEights; ++i) skew[i] = skew_of(scales_of(expert, output, i, group));
+    }
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+      cp_async_wait<kStages - 2>();
+      __syncwarp();  // every lane's copies have landed, and all have read the stage that is filled now
+      const uint32_t target = stage_at(stage == 0 ? kStages - 1 : stage - 1);
+      copy_weights(next, target);
+      copy_x(next, target);
+      cp_async_commit();
+      advance(next);
+      if ((step * kSplit + part) * kStepBytes < bytes) multiply(sums, stage_at(stage), skew);
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+    }
+  }
+};
+
+}  // namespace kernelgen
