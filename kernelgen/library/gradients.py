@@ -17,41 +17,32 @@ if TYPE_CHECKING:
 
 _any_requires_grad = torch._C._any_requires_grad
 _grad_enabled = torch.is_grad_enabled
-_below = torch._C._after_autograd_keyset
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _AUTOGRAD = (DispatchKey.AutogradCPU, DispatchKey.AutogradOther, DispatchKey.AutogradNestedTensor)  # the first stands for all backends
-# Keys below autograd that plain tensors have, and those of backends: with no others there is nothing else to pass through.
-_PLAIN = (DispatchKey.BackendSelect, DispatchKey.ADInplaceOrView, DispatchKey.CPU, DispatchKey.CUDA)
-
-
-def _special() -> int:
-    found = _below.raw_repr()
-    for key in _PLAIN:
-        found &= ~DispatchKeySet(key).raw_repr()
-    return found
-
-
-_SPECIAL = _special()
 
 
 def register(library: torch.library.Library, o: Overload, kernel: Callable[..., Any]) -> None:
     """The operator's Autograd kernel. That of its backward is made when the first gradient is asked for.
 
-    Without a gradient to take it is the kernel at once: a second way through the dispatcher would cost as much as the first.
+    Without a gradient to take it is the kernel at once: a second way through the dispatcher would cost as much as the first, and a
+    look at the set of keys 2 us. Who else watches plain tensors on a device stands above autograd, or is a mode.
     """
     function: Any = None
 
-    def autograd(keyset: DispatchKeySet, *flat: Any) -> Any:
+    def autograd(*flat: Any) -> Any:
         nonlocal function
         if _grad_enabled() and _any_requires_grad(*flat):
             if function is None:
                 function = _function_of(o, _define_backward(library, o))
-            return function.apply(keyset, flat, *tensors_in(flat))
-        if not keyset.raw_repr() & _SPECIAL:
+            return function.apply(flat, *tensors_in(flat))
+        first = flat[0]
+        if type(first) in _PLAIN and not (_dispatch_modes() or first.is_meta):
             return kernel(*flat)
         with torch._C._AutoDispatchBelowAutograd():
-            return o.operator().redispatch(keyset & _below, *flat)
+            return o.operator()(*flat)
 
-    library.impl(o.qualified.partition("::")[2], autograd, "Autograd", with_keyset=True)
+    library.impl(o.qualified.partition("::")[2], autograd, "Autograd")
 
 
 def _define_backward(library: torch.library.Library, o: Overload) -> Any:
@@ -87,25 +78,32 @@ def _function_of(o: Overload, reverse: Any) -> Any:
 
     class Recomputed(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, keyset: DispatchKeySet, flat: tuple[Any, ...], *tensors: torch.Tensor) -> Any:
+        def forward(ctx: Any, flat: tuple[Any, ...], *tensors: torch.Tensor) -> Any:
             with torch._C._AutoDispatchBelowAutograd():
-                result = operator.redispatch(keyset & _below, *flat)
+                result = operator(*flat)
             ctx.save_for_backward(*tensors)
+            results = result if isinstance(result, tuple) else (result,)
+            ctx.mark_non_differentiable(*(t for t in results if not _differentiable(t)))
             ctx.flat = with_tensors(flat, [_HOLE] * len(tensors))  # the tensors are torch's to keep
             return result
 
         @staticmethod
         def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-            wanted = list(ctx.needs_input_grad[2:])
+            wanted = list(ctx.needs_input_grad[1:])
             flat = with_tensors(ctx.flat, ctx.saved_tensors)
-            made = iter(reverse([g if g is None or g.is_floating_point() else None for g in grads], wanted, *flat))
-            return (None, None, *(next(made) if one else None for one in wanted))
+            made = iter(reverse([g if g is None or _differentiable(g) else None for g in grads], wanted, *flat))
+            return (None, *(next(made) if one else None for one in wanted))
 
     Recomputed.__name__ = f"Backward of {o.qualified}"
     return Recomputed
 
 
 _HOLE = torch.empty(0)
+
+
+def _differentiable(t: torch.Tensor) -> bool:
+    """Not indices, and not fp8 codes, with which autograd has no arithmetic; their scale is."""
+    return t.is_floating_point() and t.dtype.itemsize > 1
 
 
 def _backward_of(o: Overload) -> Callable[..., Any]:

@@ -63,10 +63,12 @@ def overloads_of(row: Row) -> list[Overload]:
     """Plain, with one result more, and with given outputs; each also for the row's ``also``."""
     forms: list[tuple[str, int, tuple[str, ...], Mapping[str, Any], bool]] = [("", row.results, (), {}, row.gradient)]
     if row.more is not None:
-        forms.append((row.more.name, row.results + 1, (), row.more.fixed, row.gradient and row.more.gradient))
+        forms.append((row.more.name, row.results + 1, (), row.more.fixed, row.gradient))
     if row.outputs:
         forms.append(("out", 0, row.written, {}, False))
     made = [_overload(row, name, results, outputs, (), fixed, gradient, False) for name, results, outputs, fixed, gradient in forms]
+    if row.brief:  # every argument of a schema costs a call 0.1 us
+        made = [_shortened(made[0]), made[0]._replace(name="full"), *made[1:]]
     also = row.also
     if also is not None:
         for name, results, outputs, fixed, _ in forms:
@@ -84,8 +86,9 @@ def _overload(
     kept = [p for p in row.all_parameters if p.type not in NEVER and (p.name not in elsewhere or p.name in writes)]
     parts = [(p.name, words) for p in kept for words in _schema_parts(p, p.name in writes)]
     parts += [(out, f"Tensor!? {out}" if i >= row.results else f"Tensor! {out}") for i, out in enumerate(outputs)]
-    late = {p.name for p in kept if p.type == "Weight"}  # what a plain weight leaves at its default stands last, and is not passed
-    parts.sort(key=lambda part: 2 * ("=" in part[1] and part[0] in late) or "=" in part[1])
+    # What most calls have stands first, what a weight that is not packed leaves at its default last: the end of a call is not passed.
+    ranks = {p.name: 3 for p in kept if p.type == "Weight"} | {"slot_mapping": 1}
+    parts.sort(key=lambda part: ranks.get(part[0], 2) if "=" in part[1] else 0)
     letters = iter("abcdefgh")
     words = [text.replace("!", f"({next(letters)}!)") if "!" in text else text for _, text in parts]
     flat = tuple(text.partition("=")[0].split()[-1] for text in words)
@@ -101,6 +104,12 @@ def _overload(
         row, name, f"({', '.join(words)}) -> {_RETURNS[results]}", flat, required,
         tuple(constant(text.partition("=")[2]) for text in words[required:]), tuple(slots), bool(outputs or writes) or not results,
         results, fixed, gradient, (*_TAGS, *_UNCAPTURED) if uncaptured else _TAGS)
+
+
+def _shortened(o: Overload) -> Overload:
+    """Without the last arguments; what is left keeps its place, and the others their defaults."""
+    words, _, returns = o.schema[1:].partition(") -> ")
+    return o._replace(schema=f"({', '.join(words.split(', ')[: o.required + o.row.brief])}) -> {returns}")
 
 
 def _schema_parts(p: Parameter, writes: bool) -> list[str]:

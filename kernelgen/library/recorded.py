@@ -38,6 +38,8 @@ def attention(
         return (out, lse) if return_lse else out
     if return_lse:
         return torch.ops.kernelgen.attention.lse(q, k, v, *tail)
+    if len(tail) > 4:
+        return torch.ops.kernelgen.attention.full(q, k, v, *tail)
     return torch.ops.kernelgen.attention.default(q, k, v, *tail)
 
 
@@ -71,6 +73,8 @@ def attention_varlen(
         return (out, lse) if return_lse else out
     if return_lse:
         return torch.ops.kernelgen.attention_varlen.lse(q, k, v, cu_seqlens_q, cu_seqlens_k, *tail)
+    if len(tail) > 4:
+        return torch.ops.kernelgen.attention_varlen.full(q, k, v, cu_seqlens_q, cu_seqlens_k, *tail)
     return torch.ops.kernelgen.attention_varlen.default(q, k, v, cu_seqlens_q, cu_seqlens_k, *tail)
 
 
@@ -221,9 +225,11 @@ def append_kv(
     k_scale, k_scale_value = forms.split_scale(k_scale)
     v_scale, v_scale_value = forms.split_scale(v_scale)
     tail = helpers.trimmed((
-        kv_cache_values, page_size, kv_indptr, kv_indices, kv_last_page_len, block_tables, seq_lens, positions, batch_indices,
-        slot_mapping, kv_layout, k_scale, k_scale_value, v_scale, v_scale_value, kv_scales, backend,
-    ), (None, 0, None, None, None, None, None, None, None, None, "NHD", None, None, None, None, None, "auto"))
+        slot_mapping, kv_cache_values, page_size, kv_indptr, kv_indices, kv_last_page_len, block_tables, seq_lens, positions,
+        batch_indices, kv_layout, k_scale, k_scale_value, v_scale, v_scale_value, kv_scales, backend,
+    ), (None, None, 0, None, None, None, None, None, None, None, "NHD", None, None, None, None, None, "auto"))
+    if len(tail) > 2:
+        return torch.ops.kernelgen.append_kv.full(kv_cache, k, v, *tail)
     return torch.ops.kernelgen.append_kv.default(kv_cache, k, v, *tail)
 
 
@@ -234,9 +240,11 @@ def append_mla(
     page_size, kv_indptr, kv_indices, kv_last_page_len, block_tables, seq_lens = forms.split_table(page_table)
     k_scale, k_scale_value = forms.split_scale(k_scale)
     tail = helpers.trimmed((
-        page_size, kv_indptr, kv_indices, kv_last_page_len, block_tables, seq_lens, positions, batch_indices, slot_mapping, k_scale,
+        slot_mapping, page_size, kv_indptr, kv_indices, kv_last_page_len, block_tables, seq_lens, positions, batch_indices, k_scale,
         k_scale_value, backend,
-    ), (0, None, None, None, None, None, None, None, None, None, None, "auto"))
+    ), (None, 0, None, None, None, None, None, None, None, None, None, "auto"))
+    if len(tail) > 1:
+        return torch.ops.kernelgen.append_mla.full(ckv_cache, k_rope_cache, ckv, k_rope, *tail)
     return torch.ops.kernelgen.append_mla.default(ckv_cache, k_rope_cache, ckv, k_rope, *tail)
 
 
@@ -253,12 +261,14 @@ def rope_append_kv(
     k_scale, k_scale_value = forms.split_scale(k_scale)
     v_scale, v_scale_value = forms.split_scale(v_scale)
     tail = helpers.trimmed((
-        kv_cache_values, page_size, kv_indptr, kv_indices, kv_last_page_len, block_tables, seq_lens, batch_indices, slot_mapping, theta,
+        slot_mapping, kv_cache_values, page_size, kv_indptr, kv_indices, kv_last_page_len, block_tables, seq_lens, batch_indices, theta,
         cos_sin_cache, rotary_dim, interleaved, scaling, kv_layout, k_scale, k_scale_value, v_scale, v_scale_value, kv_scales, backend,
-    ), (None, 0, None, None, None, None, None, None, None, 10000.0, None, None, False, None, "NHD", None, None, None, None, None, "auto"))
+    ), (None, None, 0, None, None, None, None, None, None, 10000.0, None, None, False, None, "NHD", None, None, None, None, None, "auto"))
     if writes:
         torch.ops.kernelgen.rope_append_kv.out(q, k, v, kv_cache, positions, out, *tail)
         return out
+    if len(tail) > 2:
+        return torch.ops.kernelgen.rope_append_kv.full(q, k, v, kv_cache, positions, *tail)
     return torch.ops.kernelgen.rope_append_kv.default(q, k, v, kv_cache, positions, *tail)
 
 
@@ -283,6 +293,8 @@ def gemm(
         return (out, out_scales) if out_scale is not None else out
     if out_scale is not None:
         return torch.ops.kernelgen.gemm.scaled(a, b, *tail)
+    if len(tail) > 3:
+        return torch.ops.kernelgen.gemm.full(a, b, *tail)
     return torch.ops.kernelgen.gemm.default(a, b, *tail)
 
 
@@ -308,6 +320,8 @@ def grouped_gemm(
         return (out, out_scales) if out_scale is not None else out
     if out_scale is not None:
         return torch.ops.kernelgen.grouped_gemm.scaled(a, b, *tail)
+    if len(tail) > 5:
+        return torch.ops.kernelgen.grouped_gemm.full(a, b, *tail)
     return torch.ops.kernelgen.grouped_gemm.default(a, b, *tail)
 
 
@@ -333,6 +347,8 @@ def grouped_gemm_masked(
         return (out, out_scales) if out_scale is not None else out
     if out_scale is not None:
         return torch.ops.kernelgen.grouped_gemm_masked.scaled(a, b, *tail)
+    if len(tail) > 5:
+        return torch.ops.kernelgen.grouped_gemm_masked.full(a, b, *tail)
     return torch.ops.kernelgen.grouped_gemm_masked.default(a, b, *tail)
 
 
@@ -414,6 +430,8 @@ def moe(
     if writes:
         torch.ops.kernelgen.moe.out(x, w13, w2, weights, ids, out, *tail)
         return out
+    if len(tail) > 6:
+        return torch.ops.kernelgen.moe.full(x, w13, w2, weights, ids, *tail)
     return torch.ops.kernelgen.moe.default(x, w13, w2, weights, ids, *tail)
 
 

@@ -32,7 +32,6 @@ class More(NamedTuple):
     name: str
     when: str
     fixed: Mapping[str, Any] = {}
-    gradient: bool = True
 
 
 class Also(NamedTuple):
@@ -58,6 +57,7 @@ class Row:
     shapes     what comes out, in order: of the function's results, or of what ``pack`` makes of them
     results    how many; ``more`` and ``also``: the overloads beside the plain one and that with given outputs
     gradient   whether the eager call has one: by torch's operators, or the oracle
+    brief      arguments with a default of the plain operator; a call with more is the overload "full". 0: all of them
     pack       the function's value as the operator's result; ``unpack`` the reverse: a helper, and arguments beside the result
     before     a helper that changes arguments first, and their names
     """
@@ -71,6 +71,7 @@ class Row:
     more: More | None = None
     also: Also | None = None
     gradient: bool = False
+    brief: int = 0
     pack: Callable[[Any], Any] | None = None
     unpack: tuple[str, ...] = ()
     before: tuple[str, ...] = ()
@@ -130,15 +131,16 @@ _EPILOGUE = ('Tensor? bias=None, str? activation=None, str gate_up="gate_first",
 _PLACE = "Tensor? batch_indices=None, Tensor? slot_mapping=None"
 _ROTATION = "float theta=10000.0, Tensor? cos_sin_cache=None, SymInt? rotary_dim=None, bool interleaved=False, Scaling scaling=None"
 _CACHE = 'str kv_layout="NHD", Scale k_scale=None, Scale v_scale=None, str? kv_scales=None'
-_SCALED = More("scaled", "out_scale is not None", gradient=False)
-_GROUPED: dict[str, Any] = dict(results=1, outputs=("out",), more=_SCALED, gradient=True, shapes=shapes.grouped_gemm)
+_SCALED = More("scaled", "out_scale is not None")
+_GROUPED: dict[str, Any] = dict(results=1, outputs=("out",), more=_SCALED, gradient=True, brief=5, shapes=shapes.grouped_gemm)
 _ATTENTION: dict[str, Any] = dict(outputs=("out", "lse"), more=More("lse", "return_lse", {"return_lse": True}))
 
 ROWS: tuple[Row, ...] = (
-    Row("attention", "attention:attention", f"Tensor q, Tensor k, Tensor v, *, {_FEATURES}", shapes.attention, gradient=True, **_ATTENTION),
+    Row("attention", "attention:attention", f"Tensor q, Tensor k, Tensor v, *, {_FEATURES}", shapes.attention, gradient=True,
+        brief=4, **_ATTENTION),
     Row("attention_varlen", "attention:attention_varlen",
         "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, *, Hint max_seqlen_q=None, Hint max_seqlen_k=None, "
-        + _FEATURES, shapes.attention_varlen, gradient=True, **_ATTENTION),
+        + _FEATURES, shapes.attention_varlen, gradient=True, brief=4, **_ATTENTION),
     Row("sdpa", "sdpa:sdpa",
         "Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, float? scale=None, "
         "bool enable_gqa=False", shapes.sdpa, gradient=True, pack=_heads_behind, unpack=("heads_first",),
@@ -167,19 +169,20 @@ ROWS: tuple[Row, ...] = (
     Row("append_kv", "append:append_kv",
         "Cache! kv_cache, Tensor k, Tensor v, PageTable page_table=None, *, "
         f'Tensor? positions=None, {_PLACE}, {_CACHE}, str backend="auto"',
-        shapes.nothing, results=0),
+        shapes.nothing, results=0, brief=2),
     Row("append_mla", "append:append_mla",
         "Tensor! ckv_cache, Tensor!? k_rope_cache, Tensor ckv, Tensor k_rope, PageTable page_table=None, *, Tensor? positions=None, "
-        f'{_PLACE}, Scale k_scale=None, str backend="auto"', shapes.nothing, results=0),
+        f'{_PLACE}, Scale k_scale=None, str backend="auto"', shapes.nothing, results=0, brief=1),
     Row("rope_append_kv", "append:rope_append_kv",
         f"Tensor q, Tensor k, Tensor v, Cache! kv_cache, PageTable page_table=None, *, Tensor positions, {_PLACE}, {_ROTATION}, {_CACHE}, "
-        'Tensor? out=None, str backend="auto"', shapes.like_q, outputs=("out",)),
-    Row("gemm", "gemm:gemm", f"Tensor a, Weight b, *, {_EPILOGUE}", shapes.gemm, outputs=("out",), more=_SCALED, gradient=True),
+        'Tensor? out=None, str backend="auto"', shapes.like_q, outputs=("out",), brief=2),
+    Row("gemm", "gemm:gemm", f"Tensor a, Weight b, *, {_EPILOGUE}", shapes.gemm, outputs=("out",), more=_SCALED, gradient=True,
+        brief=3),
     Row("grouped_gemm", "grouped:grouped_gemm", f"Tensor a, Weight b, Numbers offsets, *, {_EPILOGUE}", **_GROUPED),
     Row("grouped_gemm_masked", "grouped:grouped_gemm_masked", f"Tensor a, Weight b, Numbers counts, *, {_EPILOGUE}", **_GROUPED),
     Row("quantize_fp8", "quantize:quantize_fp8",
         'Tensor x, str recipe="tensor", *, CodeType dtype=None, str? activation=None, str gate_up="gate_first", Output out=None, '
-        'str backend="auto"', shapes.quantize_fp8, results=2, outputs=("out",)),
+        'str backend="auto"', shapes.quantize_fp8, results=2, outputs=("out",), gradient=True),
     Row("route", "route:route",
         'Tensor logits, SymInt k, *, str method="softmax", bool renormalize=True, Tensor? bias=None, SymInt? num_groups=None, '
         'SymInt? topk_groups=None, float scaling=1.0, Tensor!? counts=None, str backend="auto"', shapes.route, results=2, gradient=True,
@@ -195,7 +198,7 @@ ROWS: tuple[Row, ...] = (
         'Tensor x, Weight w13, Weight w2, Tensor weights, Tensor ids, *, str activation="swiglu", float? alpha=None, float? limit=None, '
         'str gate_up="gate_first", Tensor? bias13=None, Tensor? bias2=None, Scale scale13=None, Scale scale2=None, Pair shared=None, '
         'ExpertMap expert_map=None, bool weights_on_input=False, Tensor? out=None, bool deterministic=True, str backend="auto"',
-        shapes.like_x, outputs=("out",), gradient=True),
+        shapes.like_x, outputs=("out",), gradient=True, brief=6),
     Row("rmsnorm", "rows:rmsnorm",
         'Tensor x, Tensor weight, float eps=1e-06, *, Tensor!? residual=None, Tensor? out=None, str backend="auto"', shapes.like_x,
         outputs=("out",), gradient=True, also=Also("residual", "residual is not None", ("residual",))),

@@ -93,6 +93,8 @@ def _choices(row: Row, overloads: dict[str, Overload], tail: bool) -> list[str]:
         lines.append(f"        return {_given_back(row)}")
     if more is not None:
         lines += _both(row, overloads, more.name, f"    if {more.when}:", tail, result="return ")
+    if row.brief:
+        lines += _both(row, overloads, "full", f"    if len(tail) > {row.brief}:", tail, result="return ")
     lines += _both(row, overloads, "", "", tail, result="made = " if row.unpack else "return ")
     if row.unpack:
         helper, *names = row.unpack

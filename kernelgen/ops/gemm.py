@@ -127,7 +127,8 @@ def deliver(value: Any, out: torch.Tensor, scale: torch.Tensor | None, result: R
     if value is not None:
         if not isinstance(value, tuple):
             return value.view(result.shape)
-        return value[0].view(result.shape), value[1]
+        assert result.scale is not None
+        return value[0].view(result.shape), value[1].reshape(result.scale.shape)
     if not is_view(result.out):
         result.out.copy_(out.view(result.shape))
     if result.scale is None:

@@ -85,12 +85,14 @@ def calls(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Call]
     q8, latent, bounds = q[..., :8].contiguous(), x[:, :, 0].contiguous(), GraphBounds(4, 11)
     levels = [(table, torch.tensor([0, 1, 2], dtype=torch.int32))]
     k = kernelgen
-    cache, heads = (x, x), x.transpose(1, 2)
+    cache, heads, there = (x, x), x.transpose(1, 2), PageTable.contiguous(lens.to(device), 11)
     listed: list[tuple[str, Callable[[str], Any]]] = [
         ("attention", lambda b: k.attention(x, x, x, causal=True, backend=b)),
+        ("attention.full", lambda b: k.attention(x, x, x, sinks=f32(2), backend=b)),
         ("attention.lse", lambda b: k.attention(x, x, x, window=(3, None), scale=0.2, return_lse=True, backend=b)),
         ("attention.out", lambda b: k.attention(x, x, x, causal=True, out=torch.zeros_like(x), backend=b)),
         ("attention_varlen", lambda b: k.attention_varlen(x[0], x[0], x[0], starts, starts, max_seqlen_q=6, backend=b)),
+        ("attention_varlen.full", lambda b: k.attention_varlen(x[0], x[0], x[0], starts, starts, soft_cap=2.0, backend=b)),
         ("attention_varlen.lse", lambda b: k.attention_varlen(x[0], x[0], x[0], starts, starts, return_lse=True, backend=b)),
         ("attention_varlen.out", lambda b: k.attention_varlen(x[0], x[0], x[0], starts, starts, lse=f32(11, 2), backend=b)),
         ("sdpa", lambda b: k.sdpa(heads, heads, heads, is_causal=True)),
@@ -114,17 +116,24 @@ def calls(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Call]
         ("rope", lambda b: k.rope(x[0], x[0], positions, backend=b)),
         ("rope.inplace", lambda b: k.rope(x[0].clone(), x[1].clone(), positions, inplace=True, backend=b)),
         ("append_kv", lambda b: k.append_kv(new(3, 2, 4, 2, 16), q, q, slot_mapping=slots, backend=b)),
+        ("append_kv.full", lambda b: k.append_kv(new(2, 2, 11, 2, 16), q, q, there, positions=slots, backend=b)),
         ("append_mla", lambda b: k.append_mla(new(3, 4, 16), None, q8[:, 0], q8[:, 1], slot_mapping=slots, backend=b)),
+        ("append_mla.full", lambda b: k.append_mla(new(2, 11, 16), None, q8[:, 0], q8[:, 1], there, positions=slots, backend=b)),
         ("rope_append_kv", lambda b: k.rope_append_kv(q, q, q, new(3, 2, 4, 2, 16), positions=slots, slot_mapping=slots, backend=b)),
+        ("rope_append_kv.full", lambda b: k.rope_append_kv(q, q, q, new(3, 2, 4, 2, 16), positions=slots, slot_mapping=slots, theta=5e5,
+                                                           backend=b)),
         ("rope_append_kv.out", lambda b: k.rope_append_kv(q, q, q, (new(3, 4, 2, 16), new(3, 4, 2, 16)), positions=slots,
                                                          slot_mapping=slots, out=torch.zeros_like(q), backend=b)),
         ("gemm", lambda b: k.gemm(tokens, tokens.t(), backend=b)),
+        ("gemm.full", lambda b: k.gemm(tokens, tokens.t(), c=new(11, 11), beta=0.5, backend=b)),
         ("gemm.scaled", lambda b: k.gemm(tokens, tokens.t(), out_scale="row", backend=b)),
         ("gemm.out", lambda b: k.gemm(tokens, tokens.t(), out=new(11, 11), backend=b)),
         ("grouped_gemm", lambda b: k.grouped_gemm(tokens, stack, ends, backend=b)),
+        ("grouped_gemm.full", lambda b: k.grouped_gemm(tokens, stack, ends, out_dtype=torch.float32, backend=b)),
         ("grouped_gemm.scaled", lambda b: k.grouped_gemm(tokens, stack, [2, 2, 6, 11], out_scale="row", backend=b)),
         ("grouped_gemm.out", lambda b: k.grouped_gemm(tokens, stack, ends, out=new(11, 8), backend=b)),
         ("grouped_gemm_masked", lambda b: k.grouped_gemm_masked(a3, stack, counts, backend=b)),
+        ("grouped_gemm_masked.full", lambda b: k.grouped_gemm_masked(a3, stack, counts, c=new(4, 3, 8), backend=b)),
         ("grouped_gemm_masked.scaled", lambda b: k.grouped_gemm_masked(a3, stack, [3, 3, 3, 3], out_scale="row", backend=b)),
         ("grouped_gemm_masked.out", lambda b: k.grouped_gemm_masked(a3, stack, counts, out=new(4, 3, 8), backend=b)),
         ("quantize_fp8", lambda b: k.quantize_fp8(tokens, "row", backend=b)),
@@ -136,6 +145,7 @@ def calls(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Call]
         ("moe_unpermute", lambda b: k.moe_unpermute(rows, sort, weights, backend=b)),
         ("moe_unpermute.out", lambda b: k.moe_unpermute(rows, sort, weights, out=new(11, 16), backend=b)),
         ("moe", lambda b: k.moe(tokens, w13, w2, weights, ids, backend=b)),
+        ("moe.full", lambda b: k.moe(tokens, w13, w2, weights, ids, weights_on_input=True, backend=b)),
         ("moe.out", lambda b: k.moe(tokens, w13, w2, weights, ids, out=new(11, 16), backend=b)),
         ("rmsnorm", lambda b: k.rmsnorm(x, weight, backend=b)),
         ("rmsnorm.out", lambda b: k.rmsnorm(tokens, weight, out=new(11, 16), backend=b)),

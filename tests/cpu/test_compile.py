@@ -12,6 +12,7 @@ from torch._dynamo.backends.registry import lookup_backend
 
 import kernelgen
 from kernelgen import PageTable, settings
+from kernelgen.ops.memo import forget_calls
 from kernelgen.testing.data import random_tensor
 from kernelgen.testing.decoder_model import HIDDEN, Decoder, Layer, new_caches, new_plan
 
@@ -165,10 +166,12 @@ def test_inductor_gives_the_eager_result() -> None:
 
 def test_sdpa_follows_autocast() -> None:
     """What compiled code runs, it runs with autocast off."""
+    forget_calls()
     x = random_tensor((1, 2, 11, 16), seed=5)
     with torch.autocast("cpu", torch.bfloat16), settings.override(backend="torch"):
         got = compiled(lambda x: kernelgen.sdpa(x, x, x))(x)
         want = kernelgen.sdpa(x, x, x)
+    forget_calls()  # prepared for another setting
     assert got.dtype == want.dtype == torch.bfloat16
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
@@ -192,3 +195,38 @@ def test_no_gradient_is_said_while_tracing() -> None:
     cache, x = torch.zeros(3, 2, 4, 2, 16), torch.ones(2, 2, 16, requires_grad=True)
     with pytest.raises(Exception, match="kernelgen::append_kv: got an input that requires a gradient"):
         compiled(lambda: kernelgen.append_kv(cache, x, x, slot_mapping=torch.arange(2)))()
+
+
+def test_objects_that_schemas_do_not_have() -> None:
+    """Packed weights, page tables, sorts, windows, variants, maps, pairs and features: from outside of the graph, or as constants in it."""
+    x = random_tensor((2, 6, 2, 16), seed=7)
+    rows, w13, w2 = random_tensor((5, 32), seed=1), random_tensor((2, 16, 32), seed=2), random_tensor((2, 32, 8), seed=3)
+    packed = kernelgen.pack_weight(random_tensor((8, 32), seed=4), group_size=32)
+    weights, ids = torch.ones(5, 1), torch.tensor([[3], [2], [0], [3], [2]])
+    table = PageTable.from_blocks(torch.arange(4, dtype=torch.int32).view(2, 2), [5, 3], 4)
+    variant = kernelgen.variant(lambda s, c: s * c.factor + c.slope[c.head], tensors={"slope": torch.ones(2)}, scalars={"factor": 0.5})
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    features, by, cache = kernelgen.AttentionFeatures.sliding(4), "reference", random_tensor((4, 2, 4, 2, 16), seed=5)
+    calls: dict[str, Callable[[], Any]] = {
+        "packed": lambda: kernelgen.gemm(rows, packed, backend=by),
+        "range": lambda: kernelgen.moe(rows, w13, w2, weights, ids, expert_map=(2, 4), backend=by),
+        "map": lambda: kernelgen.moe(rows, w13, w2, weights, ids, expert_map=[-1, -1, 0, 1], shared=(w13[0], w2[0]), backend=by),
+        "offsets": lambda: kernelgen.grouped_gemm(rows, w13.mT, [2, 5], backend=by),
+        "window": lambda: kernelgen.attention(x, x, x, window=(3, None), variant=variant, backend=by),
+        "scales": lambda: kernelgen.attention(*[x.to(torch.float8_e4m3fn)] * 3, k_scale=0.5, v_scale=torch.ones(2), backend=by),
+        "rope": lambda: kernelgen.rope(x[0], x[0], torch.arange(6), scaling=scaling, backend=by),
+        "table": lambda: append(x[:, 0], table),
+        "cascade": lambda: kernelgen.cascade_attention(x[:, 0], cache, [(table, [0, 1, 2])], features=features, backend=by),
+    }
+    for name, call in calls.items():
+        want = call()
+        run, graphs = counted(call)
+        for a, b in zip(*((t if isinstance(t, tuple) else (t,)) for t in (run(), want))):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, msg=name)
+        assert len(graphs.seen) == 1
+
+
+def append(k: torch.Tensor, table: PageTable) -> torch.Tensor:
+    cache = k.new_zeros(4, 2, 4, 2, 16)
+    kernelgen.append_kv(cache, k, k, table, positions=torch.tensor([4, 2]), backend="reference")
+    return cache

@@ -56,7 +56,12 @@ def backends(name: str) -> tuple[str, ...]:
     if name in ("attention_run", "mla_run"):
         return ("generated",)  # the only one that a CUDA graph could hold
     own = ("." not in name or name.endswith((".once", ".residual"))) and name != "cascade_attention"
-    return ("generated", "torch", "reference") if own else ("reference",)
+    return ("auto", "torch", "reference") if own else ("reference",)
+
+
+def recording(name: str) -> str:
+    """The backend with which the call is this overload: naming one is an argument more than a brief operator has."""
+    return "auto" if OVERLOADS[name].row.brief and "." not in name else backends(name)[-1]
 
 
 def meta(result: Any) -> list[Any]:
@@ -75,7 +80,7 @@ def test_fake_kernels_agree_with_every_backend(name: str) -> None:
         with Recorder() as seen:
             got = CALLS[name].run(backend)
         ((op, args, kwargs),) = seen.seen
-        assert str(op).removeprefix("kernelgen.").removesuffix(".default") == name
+        assert str(op).removeprefix("kernelgen.").removesuffix(".default") in (name, f"{name}.full")
         for a, b in zip(_pytree.tree_leaves(got), _pytree.tree_leaves(want)):
             torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
         result = op(*args, **kwargs)
@@ -88,12 +93,11 @@ def test_fake_kernels_agree_with_every_backend(name: str) -> None:
 
 @pytest.mark.parametrize("name", OVERLOADS)
 def test_opcheck(name: str) -> None:
-    op, args, kwargs = operator_of(lambda: CALLS[name].run(backends(name)[-1]))
-    tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    op, args, kwargs = operator_of(lambda: CALLS[name].run(recording(name)))
+    assert op is OVERLOADS[name].operator()
+    tests = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if name == "quantize_fp8.out":
         tests.remove("test_schema")  # torch's test multiplies what is written by a number, and fp8 has no product
-    if "." not in name:
-        tests.append("test_aot_dispatch_dynamic")
     torch.library.opcheck(op, args, kwargs, test_utils=tests)
 
 
@@ -103,14 +107,14 @@ GRADIENTS = [name for name, o in OVERLOADS.items() if o.has_gradient]
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_are_those_of_an_eager_call(name: str) -> None:
     """Through the operator's own formula, checked by opcheck too where it is the plain one."""
-    op, args, kwargs = operator_of(lambda: CALLS[name].run("reference"))
+    op, args, kwargs = operator_of(lambda: CALLS[name].run(recording(name)))
     wants = _pytree.tree_map_only(
         torch.Tensor, lambda t: t.detach().clone().requires_grad_() if t.is_floating_point() else t, args)
     inputs = [t for t in _pytree.tree_leaves(wants) if isinstance(t, torch.Tensor) and t.requires_grad]
 
     def gradients(result: Any) -> Any:
-        outputs = [t for t in _pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
-        seeds = [torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view(t.shape) for t in outputs]
+        outputs = [t for t in _pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad and t.dtype.itemsize > 1]
+        seeds = [torch.linspace(-1, 1, t.numel()).to(t.dtype).view(t.shape) for t in outputs]
         return torch.autograd.grad(outputs, inputs, seeds, allow_unused=True, materialize_grads=True)
 
     o = OVERLOADS[name]
@@ -118,12 +122,12 @@ def test_gradients_are_those_of_an_eager_call(name: str) -> None:
     packed = public if o.row.pack is None else o.row.pack(public)
     for got, want in zip(gradients(op(*wants, **kwargs)), gradients(packed)):
         torch.testing.assert_close(got, want)
-    if "." not in name:
+    if "." not in name and name != "quantize_fp8":  # torch's test adds the results up, and fp8 has no sum
         torch.library.opcheck(op, wants, kwargs, test_utils=["test_autograd_registration", "test_aot_dispatch_static"])
 
 
 def test_what_has_no_gradient_says_so() -> None:
-    for name in ("append_kv", "attention_run.once", "quantize_fp8", "gemm.out", "rope.inplace"):
+    for name in ("append_kv", "attention_run.once", "quantize_fp8.out", "gemm.out", "rope.inplace"):
         op, args, kwargs = operator_of(partial(CALLS[name].run, "reference"))
         wants = _pytree.tree_map_only(
             torch.Tensor, lambda t: t.detach().clone().requires_grad_() if t.is_floating_point() else t, args)
