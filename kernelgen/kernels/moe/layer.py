@@ -107,7 +107,7 @@ def writes_codes(problem: MoeProblem, target: Target) -> bool:
     """Whether up quantises the hidden rows in its epilogue: of scales of blocks, on Hopper, where tiles of 128 outputs fill the chip
     (H200, 2026-11-30: 128 tiles of 8 rows took 60 us, in 16 bits and quantised 61; results/tried/h200_moe_codes.json)."""
     p = problem
-    if _recipes(p)[1] != "block_1x128" or target.kind != "cuda" or target.capability != 90:
+    if set(_recipes(p)) != {"block_1x128"} or target.kind != "cuda" or target.capability != 90:
         return False
     from kernelgen.kernels.gemm import grouped_sm90
     from kernelgen.kernels.gemm.sm90 import quantizes

@@ -118,7 +118,8 @@ def shared_memory(problem: MoeProblem, config: Config) -> tuple[int, int]:
 def supports(problem: MoeProblem, target: Target) -> Verdict:
     """Can this kernel run the problem on the target at all?"""
     p, name = problem, "moe_small_cuda"
-    fits = p.weight_dtype in (p.x_dtype, *_FP8) or (p.weight_dtype == "mxfp4" and p.x_dtype == "bf16")
+    packed = {form.format for form in p.packed or ()}  # w13 and w2 may be packed in two ways
+    fits = packed == {"mxfp4"} and p.x_dtype == "bf16" if packed else p.weight_dtype in (p.x_dtype, *_FP8)
     return first_no(
         (target.kind == "cuda" and target.capability >= 80, f"{name} needs sm_80 or later, got {target}"),
         (0 < p.tokens <= MAX_TOKENS, f"{p.tokens} tokens, {name} takes 1 to {MAX_TOKENS}"),

@@ -116,10 +116,10 @@ struct PackedSm90 : PackedCodes<Options> {
 
     __device__ Copy(const GemmMmaParams& p, const Share& share, int warp_n) {
       const int row = row_of_lane(), first = share.column + warp_n * kWarpColumns + row;
-      source = static_cast<const char*>(p.b) + share.k(0) / 2 + place() * 16;
+      source = static_cast<const char*>(p.b) + share.column * p.b_stride + share.k(0) / 2 + place() * 16;
       target = row * kStepBytes + swizzled(row, place()) * 16;
 #pragma unroll
-      for (int i = 0; i < 2 * kTiles; ++i) columns[i] = min(first + 8 * i, p.n - 1) * static_cast<uint32_t>(p.b_stride);
+      for (int i = 0; i < 2 * kTiles; ++i) columns[i] = (min(first + 8 * i, p.n - 1) - share.column) * static_cast<uint32_t>(p.b_stride);
     }
 
     // What lies past the end is 0: in codes and in a.
