@@ -169,7 +169,7 @@ def test_bad_configs(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content, message", (
     (None, "cannot be read"), (b'{"model_type": "llama", "hid', "is no JSON.*complete"), (b"[1]", "got a list"),
-    (b"\xff\xfe", "is no JSON"),
+    (b"\xff\xfe", "is no JSON"), (b"[" * 100_000, "is no JSON"),
 ))
 def test_bad_files(content: bytes | None, message: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
