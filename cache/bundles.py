@@ -39,7 +39,13 @@ from kernelgen.cache.shelf import discard, names
 from kernelgen.cache.store import Store
 from kernelgen.errors import CacheError
 
-_DAMAGE = (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile)
+try:
+    from lzma import LZMAError
+except ImportError:  # a Python without it opens no .tar.xz either
+    LZMAError = EOFError  # type: ignore[assignment,misc]
+
+# ValueError: numbers that are none, in headers of sparse files.
+_DAMAGE = (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, LZMAError, ValueError)
 
 
 @dataclass(frozen=True)

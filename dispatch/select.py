@@ -11,6 +11,7 @@ from kernelgen.dispatch import rules
 from kernelgen.dispatch.backends import PLANNED, backends
 from kernelgen.dispatch.decision import Candidate, Decision
 from kernelgen.errors import NoBackendError
+from kernelgen.guard import check_addresses
 from kernelgen.settings import settings
 from kernelgen.targets import Target
 from kernelgen.verdicts import no
@@ -96,6 +97,8 @@ def prepare(problem: Any, target: Target, backend: str, tensors: Any) -> tuple[D
     if decision.chosen is None:
         raise no_backend_error(decision, settings().backend if backend == "auto" else backend)
     chosen = decision.chosen
+    if chosen.backend == "generated":
+        check_addresses(problem.op, tensors)
     run = backends()[chosen.backend].prepare(problem, target, chosen.kernel, chosen.config, tensors)
     logger.debug("%s on %s: %s", problem, target, chosen.label)
     return decision, run

@@ -147,6 +147,26 @@ def check_plain(call: str, **tensors: Any) -> None:
                              "transformed stand in for the call; take it out of the transform")
 
 
+# What most fields of a call are: told from tensors by a look at their type.
+_KNOWN = ORDINARY | {type(None), float, int, bool, str}
+
+
+def check_addresses(call: str, values: tuple[Any, ...]) -> None:
+    """No tensor that a kernel is given has its own dispatch: such a one need have no memory where it says.
+
+    Calls whose first inputs are of that kind became operators before; this is about outputs and rarer inputs beside plain ones.
+    Raises NoBackendError.
+    """
+    for value in values:
+        if type(value) in _KNOWN:
+            continue
+        if isinstance(value, tuple):
+            check_addresses(call, value)
+        elif isinstance(value, torch.Tensor) and _dispatches(value):
+            raise NoBackendError(f"{call}: got a {type(value).__name__} beside plain tensors, expected all of them plain or all of that "
+                                 "kind: kernels read and write memory by its address; unwrap it, or wrap the others")
+
+
 def check_flags(**flags: Any) -> None:
     """True or False, numpy's too: a tensor here would be read once and remembered. Problems hold Python's, by ``bool(...)``."""
     for name, value in flags.items():

@@ -70,6 +70,10 @@ class PlanArrays(NamedTuple):
         return cls(lengths, batch, pages, mask_indptr, partial, rows, num_items,
                    (first, first + step + 4, first + 2 * step + 4, first + 3 * step + 4, first + 4 * step + 8, out, lse))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, or what was pickled, has its own memory, and so its own addresses."""
+        return PlanArrays.make, (self.lengths, self.batch, self.pages, self.mask_indptr, self.partial, self.rows, self.num_items)
+
     @property
     def q_indptr(self) -> torch.Tensor:
         return self.lengths[: self.batch + 1]

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernelgen.dispatch.backends.base import Backend
+from kernelgen.dispatch.backends.reference import deliver_product
 from kernelgen.problems.attention import AttentionProblem
 from kernelgen.problems.gemm import GemmProblem
 from kernelgen.targets import Target
@@ -134,20 +135,20 @@ def _gemm(p: GemmProblem) -> Callable[[Any], Any]:
 
 
 def _rmsnorm(p: Any) -> Callable[[Any], Any]:
-    def run(t: Any) -> None:
+    def run(t: Any) -> Any:
         x = t.x.float() if p.dtype != "fp64" else t.x
         if t.residual is not None:
             x = x + t.residual
             t.residual.copy_(x)
-        t.out.copy_(F.rms_norm(x, (p.width,), t.weight.to(x.dtype), t.eps))
+        return deliver_product(p, t, F.rms_norm(x, (p.width,), t.weight.to(x.dtype), t.eps))
 
     return run
 
 
 def _silu_and_mul(p: Any) -> Callable[[Any], Any]:
-    def run(t: Any) -> None:
+    def run(t: Any) -> Any:
         x = t.x.float() if p.dtype != "fp64" else t.x
-        t.out.copy_(F.silu(x[..., : p.width]) * x[..., p.width :])
+        return deliver_product(p, t, F.silu(x[..., : p.width]) * x[..., p.width :])
 
     return run
 

@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from kernelgen.aot.models import Experts, Latent, Model
-from kernelgen.errors import SettingsError
+from kernelgen.dtypes import parse_dtype
+from kernelgen.errors import DtypeError, SettingsError
+from kernelgen.guard import whole
 
 FP8 = ("e4m3", "e5m2")
 # Rows at which a product's config changes lie between powers of two, too, because its tiles fill the SMs in waves: tiles have multiples
@@ -27,7 +29,7 @@ class Service:
     """How a model is served.
 
     tp, ep      GPUs over which layers are cut, and experts are divided; with both, an expert is cut over the tp / ep that are left
-    dtype       of the activations, None = the model's;  kv_dtype: of the cache, None = the same
+    dtype       of the activations, None = the model's;  kv_dtype: of the cache, None = the same; names, or torch's own dtypes
     max_tokens  most rows of a product: tokens of one step;  max_batch: most requests;  max_length: most keys of a request
     """
 
@@ -40,6 +42,21 @@ class Service:
     max_tokens: int = 8192
     max_batch: int = 256
     max_length: int = 32768
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "ep", "page_size", "max_tokens", "max_batch", "max_length"):
+            value = whole(getattr(self, name))
+            if value is None or value < 1:
+                raise SettingsError(f"{name}: got {getattr(self, name)!r}, expected a whole number of at least 1")
+            object.__setattr__(self, name, value)
+        for name in ("dtype", "kv_dtype"):
+            given = getattr(self, name)
+            try:
+                object.__setattr__(self, name, None if given is None else parse_dtype(str(given)))
+            except DtypeError as error:
+                raise SettingsError(f"{name}: {error}") from None
+        if self.kv_layout not in ("NHD", "HND"):
+            raise SettingsError(f"kv_layout: got {self.kv_layout!r}, expected NHD or HND")
 
 
 def powers(limit: int, low: int = 1) -> tuple[int, ...]:

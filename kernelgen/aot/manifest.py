@@ -140,7 +140,7 @@ def read_manifest(path: Path) -> list[Decision]:
 def _decode_line(line: str, where: str) -> Decision:
     try:
         entry = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SettingsError(f"{where}: is no JSON ({error}); was the file cut or edited? record again") from None
     if not isinstance(entry, dict) or entry.get("kernelgen") != VERSION:
         version = entry.get("kernelgen") if isinstance(entry, dict) else None
@@ -150,19 +150,22 @@ def _decode_line(line: str, where: str) -> Decision:
         raise SettingsError(f"{where}: got no {', '.join(missing)}, expected {', '.join(_FIELDS)}")
     try:
         problem, target, config = (_decode(entry[name]) for name in ("problem", "target", "config"))
-    except (TypeError, ValueError, AttributeError, ImportError, KeyError) as error:
+    except (TypeError, ValueError, AttributeError, ImportError, KeyError, RecursionError) as error:
         raise SettingsError(f"{where}: {error}; it was recorded by another release: record again with this one") from None
-    if not isinstance(target, Target) or getattr(problem, "op", None) != entry["op"]:
+    if not isinstance(target, Target) or not isinstance(target.arch, str) or getattr(problem, "op", None) != entry["op"]:
         raise SettingsError(f"{where}: got op {entry['op']!r}, a {type(problem).__name__} and a {type(target).__name__}, expected a "
                             "problem of that op and a Target: record again")
     known = {f.name: f for f in families(entry["op"], target.kind)}
-    family = known.get(entry["kernel"])
+    family = known.get(str(entry["kernel"]))
     if family is None:
         raise SettingsError(f"{where}: got kernel {entry['kernel']!r}, expected one of {', '.join(known) or 'none'} for {entry['op']} on "
                             f"{target}: record again with this release")
-    verdict = family.supports(problem, target)
-    if verdict:
-        verdict = family.legal(problem, target, config)
+    try:
+        verdict = family.supports(problem, target)
+        if verdict:
+            verdict = family.legal(problem, target, config)
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:  # fields that hold what they never do
+        raise SettingsError(f"{where}: {family.name} cannot make sense of it ({error}); was it edited? record again") from None
     if not verdict:
         raise SettingsError(f"{where}: {family.name} does not run {problem} on {target} with {config}: {verdict.reason}; record again")
     chosen = Candidate("generated", family.name, config, yes(), 0.0, "recorded")

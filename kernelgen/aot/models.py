@@ -146,12 +146,13 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def read_model(path: Path) -> Model:
-    """The model of a config.json. Raises SettingsError naming the file and what is wrong with it."""
+    """The model of a config.json, or of the folder that holds it. Raises SettingsError naming the file and what is wrong with it."""
+    path = path / "config.json" if path.is_dir() else path
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError(f"{path}: cannot be read ({error.strerror}); expected the config.json of a Hugging Face model") from None
-    except ValueError as error:  # UnicodeDecodeError and JSONDecodeError
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError among them
         raise SettingsError(f"{path}: is no JSON ({error}); is the file complete?") from None
     if not isinstance(given, dict):
         raise SettingsError(f"{path}: got a {type(given).__name__}, expected the object of a Hugging Face config.json")

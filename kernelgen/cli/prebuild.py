@@ -22,7 +22,10 @@ class Targets(click.ParamType):
     name = "TARGET,..."
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        return value if isinstance(value, tuple) else tuple(dict.fromkeys(part.strip() for part in value.split(",") if part.strip()))
+        if isinstance(value, tuple):
+            return value
+        names = tuple(dict.fromkeys(part.strip() for part in value.split(",") if part.strip()))
+        return names or self.fail(f"got {value!r}, expected names such as sm_90a,sm_80; leave --target out for this machine", param, ctx)
 
 
 def _file(name: str, metavar: str, help: str) -> Callable[..., Any]:
@@ -40,7 +43,8 @@ MODEL_OPTIONS: tuple[Callable[..., Any], ...] = (
     number("--max-length", "--model: most keys of a request (default: 32768).", low=1),
 )
 OPTIONS: tuple[Callable[..., Any], ...] = (
-    _file("--model", "CONFIG.JSON", "A Hugging Face config.json: all kernels of its layers."),
+    click.option("--model", type=click.Path(path_type=Path), metavar="CONFIG.JSON",
+                 help="A Hugging Face config.json, or the folder that holds it: all kernels of its layers."),
     _file("--manifest", "SPECS.JSONL", "What a run recorded with KERNELGEN_RECORD: exactly those kernels."),
     click.option("--spec", "specs", multiple=True, metavar="CALL",
                  help="A call as explain takes it, or a line of a manifest, in quotes. May be repeated."),

@@ -195,6 +195,16 @@ class Handles:
         return found
 
 
+class Copied:
+    """A plan. A copy of one, or what was pickled, is another plan: graphs know it by a number of its own."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_runs": {}}  # prepared calls are functions, which no pickle holds
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, handle=plans.add(self))
+
+
 plans = Handles("plan")
 variants = Handles("variant")
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from kernelgen.errors import SettingsError
+
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 Made = tuple[torch.Tensor, ...]
 _GATED = ("swiglu", "geglu")
@@ -63,6 +65,8 @@ def _product(a: torch.Tensor, shape: tuple[Any, ...], out_dtype: torch.dtype | N
 def _quantized(a: torch.Tensor, shape: tuple[Any, ...], recipe: str, dtype: torch.dtype) -> Made:
     rows, blocks = shape[-2], (shape[-1] + _BLOCK - 1) // _BLOCK
     last = {"row": (rows, 1), "block_1x128": (rows, blocks), "block_128x128": ((rows + _BLOCK - 1) // _BLOCK, blocks)}
+    if recipe != "tensor" and recipe not in last:
+        raise SettingsError(f"got recipe {recipe!r}, expected one of tensor, {', '.join(last)}")
     scale = () if recipe == "tensor" else (*shape[:-2], *last[recipe])
     return a.new_empty(shape, dtype=dtype), a.new_empty(scale, dtype=torch.float32)
 

@@ -97,5 +97,6 @@ def check_no_output_with_grad(**outputs: torch.Tensor | None) -> None:
     for name, t in outputs.items():
         if t is not None:
             raise SettingsError(
-                f"{name}: got a tensor while an input requires a gradient, expected none; leave {name} out or call under torch.no_grad()"
+                f"{name}: got a tensor while an input requires a gradient, or a transform of torch.func is active, expected none; leave "
+                f"{name} out, or call under torch.no_grad() and outside of transforms"
             )

@@ -24,6 +24,7 @@ from kernelgen.guard import (
     watched,
     whole,
 )
+from kernelgen.library.forms import Copied
 from kernelgen.ops.checks import check_last_contiguous, check_output, check_rank, check_tensors, number, shape_text
 from kernelgen.ops.features import AttentionFeatures, check_features
 from kernelgen.ops.memo import layout_of, new_memo, remember
@@ -55,7 +56,7 @@ _decisions = new_memo()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class MLAPlan:
+class MLAPlan(Copied):
     """Made by :func:`plan_mla`; fields as in AttentionPlan."""
 
     problem: PagedAttentionProblem

@@ -27,7 +27,7 @@ from kernelgen.guard import (
 )
 from kernelgen.kernels.base import division_of
 from kernelgen.launch.plan import host_address, plan_functions
-from kernelgen.library.forms import plans
+from kernelgen.library.forms import Copied, plans
 from kernelgen.ops.attention import Window, check_sinks, check_soft_cap, check_window
 from kernelgen.ops.checks import check_last_contiguous, check_output, check_rank, check_tensors, number, shape_text
 from kernelgen.ops.features import FEATURES, AttentionFeatures, check_features
@@ -104,7 +104,7 @@ class _Address:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class AttentionPlan:
+class AttentionPlan(Copied):
     """Made by :func:`plan_attention`. ``problem`` is what it was made for, ``decision`` what runs it and why.
 
     Counts of tokens in ``problem`` are rounded up to powers of two: a choice may depend on no more than that.

@@ -35,8 +35,8 @@ def rmsnorm(
     check_backend(backend)
     problem, tensors = _describe_rmsnorm(x, weight, eps, residual, out)
     _, run = prepare(problem, target_of(x.device), backend, tensors)
-    run(tensors)
-    return tensors.out.view(x.shape) if out is None else out
+    value = run(tensors)
+    return (tensors.out if value is None else value).view(x.shape) if out is None else out
 
 
 @operator("silu_and_mul")
@@ -51,8 +51,8 @@ def silu_and_mul(x: torch.Tensor, *, out: torch.Tensor | None = None, backend: s
     check_backend(backend)
     problem, tensors = _describe_silu(x, out)
     _, run = prepare(problem, target_of(x.device), backend, tensors)
-    run(tensors)
-    return tensors.out.view(*x.shape[:-1], problem.width) if out is None else out
+    value = run(tensors)
+    return (tensors.out if value is None else value).view(*x.shape[:-1], problem.width) if out is None else out
 
 
 def explain_rmsnorm(*args: Any, target: Target, backend: str, live: bool, **kwargs: Any) -> Decision:

@@ -167,6 +167,10 @@ BAD = {
     "a function": (edited(config={"$": "kernelgen.kernels.base:families", "op": "x"}), "expected a dataclass"),
     "no class": (edited(config={"a": 1}), "got class None"), "no target": (edited(target="sm_90a"), "and a str, expected"),
     "an illegal config": (edited(config=entry("config", rows=0)), "has an empty task; record again"),
+    "a config that is none": (edited(config=7), "cannot make sense of it"),
+    "a kernel that is no name": (edited(kernel=["norm"]), "got kernel"), "an arch that is no name": (edited(target=entry("target", arch=7)),
+                                                                                                    "and a Target, expected"),
+    "brackets": ("[" * 100_000, "is no JSON"),
     "a problem that it does not run": (edited(problem=entry("problem", dtype="e4m3")), "does not run"),
 }
 

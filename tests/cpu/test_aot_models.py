@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kernelgen.aot.calls import Service, powers, row_classes, service_calls
 from kernelgen.aot.models import FAMILIES, Experts, Latent, model_of, read_model
@@ -168,7 +169,7 @@ def test_bad_configs(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content, message", (
     (None, "cannot be read"), (b'{"model_type": "llama", "hid', "is no JSON.*complete"), (b"[1]", "got a list"),
-    (b"\xff\xfe", "is no JSON"),
+    (b"\xff\xfe", "is no JSON"), (b"[" * 100_000, "is no JSON"),
 ))
 def test_bad_files(content: bytes | None, message: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
@@ -187,6 +188,14 @@ def test_bad_files(content: bytes | None, message: str, tmp_path: Path) -> None:
 def test_models_that_cannot_be_divided_so(model: str, service: Service, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         service_calls(model_of(tiny(model)), service)
+
+
+def test_a_service_is_checked_before_anything_is_listed() -> None:
+    for given, message in ((dict(tp=0), "tp: got 0"), (dict(tp="2"), "tp: got '2'"), (dict(max_batch=True), "max_batch: got True"),
+                           (dict(kv_layout="nhd"), "kv_layout: got 'nhd'"), (dict(kv_dtype="int4"), "kv_dtype: got dtype 'int4'")):
+        with pytest.raises(SettingsError, match=message):
+            Service(**given)
+    assert Service(dtype=torch.bfloat16, kv_dtype="float8_e4m3fn") == Service(dtype="bf16", kv_dtype="e4m3")  # type: ignore[arg-type]
 
 
 def test_routing_without_a_method_is_said() -> None:

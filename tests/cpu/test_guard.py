@@ -64,6 +64,28 @@ def test_wrapper_subclasses_go_through_torch(op: str) -> None:
     torch.testing.assert_close(CALLS[op](Wrapped(Q)), wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("call", [
+    lambda out: kernelgen.rmsnorm(A, B[:, 0].contiguous(), out=out(5, 8)), lambda out: kernelgen.silu_and_mul(A, out=out(5, 4)),
+    lambda out: kernelgen.attention(Q, Q, Q, out=out(*Q.shape)),
+    lambda out: kernelgen.merge_states(torch.ones(2, 5, 2, 64), torch.ones(2, 5, 2), out=out(5, 2, 64)),
+    lambda out: kernelgen.rope(Q[0], Q[0], P, cos_sin_cache=out(64, 64)),
+], ids=["rmsnorm", "silu_and_mul", "attention", "merge_states", "rope"])
+def test_wrapper_subclasses_beside_plain_tensors_are_refused(call: Callable[[Any], Any]) -> None:
+    """They have no memory: kernels wrote to address 0."""
+    call(torch.zeros)  # the same layout, remembered
+    with pytest.raises(NoBackendError, match="got a Wrapped beside plain tensors"):
+        call(lambda *shape: Wrapped(torch.zeros(*shape)))
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_rows_under_vmap(backend: str) -> None:
+    """The result is no tensor of the outside that is written to."""
+    weight = torch.randn(8)
+    for call in (lambda x: kernelgen.rmsnorm(x, weight, backend=backend), lambda x: kernelgen.silu_and_mul(x, backend=backend)):
+        batch = torch.randn(3, 5, 8)
+        torch.testing.assert_close(torch.vmap(call)(batch), torch.stack([call(x) for x in batch]))
+
+
 def test_subclass_operands() -> None:
     for _ in range(2):
         torch.testing.assert_close(kernelgen.gemm(Wrapped(A), B), A @ B)

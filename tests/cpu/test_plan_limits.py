@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -116,6 +118,22 @@ def test_a_plan_made_in_inference_mode_is_updated_outside(cache: torch.Tensor) -
 
 
 # Tensors of a run
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda plan: pickle.loads(pickle.dumps(plan))], ids=["deepcopy", "pickle"])  # noqa: S301
+@pytest.mark.parametrize("bounds", [None, GraphBounds(2, 64)], ids=["plain", "bounded"])
+def test_a_copy_is_a_plan_of_its_own(cache: torch.Tensor, copied: Callable[[Any], Any], bounds: Any) -> None:
+    """It has its own memory (the addresses of the other's were copied with it), and graphs tell the two apart."""
+    q = rows(2)
+    plan = kernelgen.plan_attention(blocks([[3, 1], [5, 2]], [4, 7]), **SIZES, cuda_graph_bounds=bounds)
+    want = plan.run(q, cache)
+    other = copied(plan)
+    plan.update(blocks([[0, 1], [6, 2]], [3, 5]))
+    changed = plan.run(q, cache)
+    assert torch.equal(other.run(q, cache), want) and not torch.equal(changed, want)
+    call = torch.ops.kernelgen.attention_run
+    run = call.once if bounds is None else call.default
+    assert torch.equal(run(other.handle, q, cache), want) and torch.equal(run(plan.handle, q, cache), changed)
 
 
 def test_sinks_are_checked(cache: torch.Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import lzma
 import os
 import shutil
 import signal
@@ -334,7 +335,21 @@ def other_format(path: Path) -> None:
         archive.addfile(info, io.BytesIO(b'{"format": 99}'))
 
 
+def packed_and_damaged(path: Path) -> None:
+    data = bytearray(lzma.compress(path.read_bytes()))
+    data[len(data) // 2 : len(data) // 2 + 4] = b"\0\1\2\3"
+    path.write_bytes(data)
+
+
+def sparse_without_numbers(path: Path) -> None:
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
+        info = tarfile.TarInfo(MANIFEST)
+        info.pax_headers = {"GNU.sparse.map": "x,y"}
+        archive.addfile(info)
+
+
 @pytest.mark.parametrize(("damage", "reason"), [
+    (packed_and_damaged, "damaged or no tar file"), (sparse_without_numbers, "damaged or no tar file"),
     (no_tar, "damaged or no tar file"), (truncated, "damaged or no tar file|cannot be understood"),
     (without_manifest, f"has no {MANIFEST}"), (other_format, "bundle format 99; this release reads 2"),
 ])
