@@ -124,24 +124,29 @@ TARGETS = (
 
 
 def figures(rows: Sequence[Row], cases: Sequence[Case]) -> list[Figure]:
-    """One per case that ``rows`` have, and one for each masked product beside its padded form."""
-    best: dict[tuple[str, bool], float] = {}
+    """One per case that ``rows`` have, and one for each masked product beside its padded form.
+
+    The chip's clock falls in the course of a run, so that a published figure is scaled by what its baseline took next to the case: in
+    the same problem, or right behind it (_BASELINE).
+    """
+    best: dict[tuple[str, bool, bool], float] = {}
     for row in rows:
         if row.us:
-            key = row.problem, row.peer
+            key = row.problem, row.peer, row.suite == _BASELINE
             best[key] = min(row.us.median, best.get(key, row.us.median))
-    there = {row.problem for row in rows if row.suite != _BASELINE}
     made = []
     for case in dict.fromkeys(cases):
-        if str(case) not in there:
+        name, published = str(case), PUBLISHED.get(case)
+        ours, peer, scaled = best.get((name, False, False)), best.get((name, True, False)), None
+        if (ours or peer) is None and not any(row.problem == name and row.suite != _BASELINE for row in rows):
             continue
-        published = PUBLISHED.get(case)
-        scaled = published.here(best.get((str(published.baseline), True))) if published else None
-        peers = [us for us in (best.get((str(case), True)), scaled) if us]
-        ours = best.get((str(case), False))
+        if published is not None:
+            base, own = str(published.baseline), published.baseline == case
+            scaled = published.here(peer if own else best.get((base, True, True), best.get((base, True, False))))
+        peers = [us for us in (peer, scaled) if us]
         made.append(Figure(case, ours, min(peers, default=None), product_workload(case, "cuda").traffic))
         if isinstance(case, GroupedCase) and case.form == "padded":
-            masked = best.get((str(replace(case, form="masked")), False))
+            masked = best.get((str(replace(case, form="masked")), False, False))
             if masked and ours:
                 made.append(Figure((case.groups, case.rows, case.n, case.k), masked, ours, 0))
     return made
