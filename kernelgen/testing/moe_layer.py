@@ -57,9 +57,8 @@ def pack_experts(c: dict[str, Any], form: str, **options: Any) -> dict[str, Any]
 def oracle(c: dict[str, Any]) -> dict[str, Any]:
     """Arguments on the CPU, as the oracle takes them."""
     def moved(v: Any) -> Any:
-        if isinstance(v, PackedWeight):
-            v = v.to("cpu")
-            return ref.PackedWeight(v.format, v.shape, v.group_size, v.codes, v.scale, v.zero)
+        if isinstance(v, (PackedWeight, ref.PackedWeight)):
+            return ref.PackedWeight(v.format, v.shape, v.group_size, v.codes.cpu(), v.scale.cpu(), None if v.zero is None else v.zero.cpu())
         if isinstance(v, tuple):
             return tuple(map(moved, v))
         return v.cpu() if isinstance(v, torch.Tensor) else v
