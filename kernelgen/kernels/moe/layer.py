@@ -245,12 +245,14 @@ def bind(problem: MoeProblem, names: Sequence[str], prepare: Prepare, tensors: M
     routed = _bind_routed(p, names, prepare, tensors) if _routed(p) else None
     shared = _bind_shared(p, prepare, tensors) if p.shared is not None else None
     device, dtype = tensors.x.device, DTYPES[p.x_dtype].torch
-    no_slots = torch.empty((p.tokens, 0), dtype=torch.int32, device=device)
-    no_rows = torch.empty((1, 0, p.hidden), dtype=dtype, device=device)
+
+    def nothing() -> tuple[torch.Tensor, torch.Tensor, None]:  # made in each call: a closure that keeps tensors would keep a graph's memory
+        rows = torch.empty((1, 0, p.hidden), dtype=dtype, device=device)
+        return rows, torch.empty((p.tokens, 0), dtype=torch.int32, device=device), None
 
     def until_last(t: MoeTensors, run: bool) -> tuple[UnpermuteTensors, Any]:
         """Everything but the last step, whose tensors it gives, and what must live until then."""
-        rows, slots, memory = (no_rows, no_slots, None) if routed is None else routed(t, run)
+        rows, slots, memory = nothing() if routed is None else routed(t, run)
         addend = None if shared is None else shared(t, run)
         return UnpermuteTensors(rows if run else rows[0], slots, t.out, None if p.weights_on_input else t.weights, addend), memory
 
