@@ -28,7 +28,7 @@ _BOX_ROWS = 32  # of a, so that groups of few rows load few: kBoxA of dense_sm90
 def supports(problem: GroupedGemmProblem, target: Target) -> Verdict:
     """Can this kernel run the problem on the target at all?"""
     p = problem
-    return supports_common(p, target, "grouped_sm90") and first_no(
+    return supports_common(p, target, "grouped_sm90") and dense_sm90.scales_verdict(p) and first_no(
         (p.grouping in GROUPINGS, f"grouping {p.grouping} is not one of {', '.join(GROUPINGS)}"),
         (p.grouping != "rows" or p.a_order == "row", "a has M contiguous: a group may begin at any row, TMA needs a multiple of 16 bytes"),
         (p.grouping != "k" or p.scales not in BLOCK_RECIPES, f"groups of k may begin within a block of scales={p.scales}"),

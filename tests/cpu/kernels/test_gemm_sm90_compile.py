@@ -10,6 +10,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,14 @@ def test_every_problem_has_a_config() -> None:
                     for family in FAMILIES:
                         if family.supports(problem, H200):
                             assert list(family.candidates(problem, H200)), (family.name, problem)
+    grouped = GroupedGemmProblem(4, 4096, 4096, 7168, "e4m3", "e4m3", "bf16", b_order="col", batched_b=True)
+    for base, family in ((FP8, dense_sm90.FAMILY), (FP8, skinny_sm90.FAMILY), (grouped, GROUPED)):
+        for scales, codes, n in product(("row", "block_128x128", "block_1x128"), (None, "row", "block_1x128"), (16, 144, 400, 1536, 3160)):
+            for activation, gate_up in ((None, "gate_first"), ("swiglu", "up_first"), ("geglu", "interleaved")):
+                problem = replace(base, m=100, n=n, scales=scales, out_scale=codes, out_dtype="e4m3" if codes else "bf16",
+                                  activation=activation, gate_up=gate_up)
+                if family.supports(problem, H200):
+                    assert next(iter(family.candidates(problem, H200)), None), (family.name, problem)
 
 
 def test_boxes_begin_at_multiples_of_16_bytes() -> None:
