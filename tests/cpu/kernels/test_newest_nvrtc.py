@@ -29,8 +29,8 @@ print(json.dumps({"compiler": toolchain("nvrtc").identity().compiler, "kernels":
 
 @pytest.mark.skipif(not PYTHON.exists(), reason="needs .venv-nvrtc, which `bash tools/dev test` makes")
 def test_everything_compiles_with_the_newest_nvrtc(request: pytest.FixtureRequest) -> None:
-    # sm_80 and sm_120 have the oldest and the newest instructions in use, sm_90a is what the kernels are tuned for.
-    archs = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120") if request.config.getoption("--full") else ("sm_90a", "sm_120")
+    # What kernels are tuned for, and the one where all of them compile; a second architecture took 110 s of the suite's time.
+    archs = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120") if request.config.getoption("--full") else ("sm_90a",)
     done = subprocess.run([PYTHON, "-c", _COMPILE, *archs], capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
