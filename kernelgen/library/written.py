@@ -17,7 +17,7 @@ def wrote(*given: Any) -> None:
     """Raise the version counters of tensors, or of tuples of them, as torch's own operators do where they write; None is nothing.
 
     A kernel writes by address, so autograd would not notice that a tensor which it saved has other values now. A tensor of inference
-    mode has no counter. Costs 0.3 us for each: called where the caller gave something to write to, not elsewhere.
+    mode has no counter. Costs 0.3 us for each one: called where the caller gave something to write to, not elsewhere.
     """
     for t in given:
         if t is None:

@@ -174,10 +174,7 @@ def _prepared(sample: GemmTensors, shape: tuple[int, ...], run: Any) -> Callable
         result = run(GemmTensors(as_batch(a), as_batch(b), target, bias))
         if result is not None:
             return result.view(shape)
-        if out is None:
-            return target.view(shape)
-        wrote(out)
-        return out
+        return target.view(shape) if out is None else out  # torch's operators count what they write
 
     return call
 
