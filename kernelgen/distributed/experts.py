@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -238,10 +239,11 @@ def _plan_of(
     o = layer.options
     try:
         parts = (x, weights, ids, out, o["bias13"], o["bias2"], *(shared or ()))
+        seen = partial(layout_of, written=True)  # none of them may require a gradient
         key: Any = (
-            ranks.rank, ranks.size, tuple(ranks.backends.items()), *map(layout_of, parts), type(shared),
-            *(w.layout if isinstance(w, PackedWeight) else layout_of(w) for w in (layer.w13, layer.w2)),
-            *(layout_of(s) if isinstance(s, torch.Tensor) else s for s in (o["scale13"], o["scale2"])),
+            ranks.rank, ranks.size, tuple(ranks.backends.items()), *map(seen, parts), type(shared),
+            *(w.layout if isinstance(w, PackedWeight) else seen(w) for w in (layer.w13, layer.w2)),
+            *(seen(s) if isinstance(s, torch.Tensor) else s for s in (o["scale13"], o["scale2"])),
             *((type(o[name]), o[name]) for name in ("activation", "alpha", "limit", "gate_up", "weights_on_input", "deterministic",
                                                      "backend")),
             num_experts, None if expert_bounds is None else tuple(expert_bounds), combine, transport, torch.is_grad_enabled(),

@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kernelgen.errors import NoBackendError
+from kernelgen.errors import DeviceError, NoBackendError
 from kernelgen.library import gradients
 from kernelgen.library.forms import FORMS
 from kernelgen.library.table import NEVER, PLAIN, ROWS, Parameter, Row, constant
+from kernelgen.library.written import no_gradient as no_gradient_of
+from kernelgen.library.written import wrote
 
 NAMESPACE = "kernelgen"
 _library = torch.library.Library(NAMESPACE, "DEF")  # operators live as long as this
@@ -24,6 +26,8 @@ _RETURNS = ("()", "Tensor", "(Tensor, Tensor)")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _UNCAPTURED = (torch.Tag.cudagraph_unsafe,)
 _any_requires_grad, _grad_enabled = torch._C._any_requires_grad, torch.is_grad_enabled
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+_ON_HOST = ("kv_indptr", "kv_last_page_len", "seq_lens", "starts", "tables")  # of a page table on a device its lengths may be
 
 
 class Slot(NamedTuple):
@@ -102,7 +106,7 @@ def _overload(
         slots.append(Slot(owner, tuple(places.get(owner, ())), form and form.split, form and form.join))
     return Overload(
         row, name, f"({', '.join(words)}) -> {_RETURNS[results]}", flat, required,
-        tuple(constant(text.partition("=")[2]) for text in words[required:]), tuple(slots), bool(outputs or writes) or not results,
+        tuple(constant(text.partition("=")[2]) for text in words[required:]), tuple(slots), any("!)" in text for text in words),
         results, fixed, gradient, (*_TAGS, *_UNCAPTURED) if uncaptured else _TAGS)
 
 
@@ -195,9 +199,7 @@ def _plain_names(o: Overload) -> tuple[str, ...]:
 
 
 def no_gradient(o: Overload) -> NoBackendError:
-    what = "an operator that writes to its arguments" if o.writes else "this operator"
-    return NoBackendError(f"{o.qualified}: got an input that requires a gradient, expected none: {what} has no gradient; detach the "
-                          "input, call under torch.no_grad()" + (", or leave out= away" if o.row.gradient else ""))
+    return no_gradient_of(o.qualified, writes=o.writes, leave="out" if o.row.gradient else "")
 
 
 def fake_of(o: Overload) -> Callable[..., Any]:
@@ -205,6 +207,7 @@ def fake_of(o: Overload) -> Callable[..., Any]:
     defaults = {p.name: p.default for p in o.row.all_parameters}
     refused, code = not o.has_gradient, o.row.shapes.__code__
     wanted = frozenset(code.co_varnames[: code.co_argcount])  # no plan or variant is looked up for a shape
+    places = written_places(o)
 
     def fake(*flat: Any, **named: Any) -> Any:
         if named:  # the meta kernel is called with what its arguments are called
@@ -212,12 +215,34 @@ def fake_of(o: Overload) -> Callable[..., Any]:
                 o.flat, (*[None] * o.required, *o.defaults)))[len(flat) :]))
         if refused and _grad_enabled() and _any_requires_grad(*flat):
             raise no_gradient(o)
+        _check_one_device(o, flat)
+        wrote(*(flat[i] for i in places if i < len(flat)))  # as the public function does with tensors that have memory
         if o.results == 0:
             return None
         made = o.row.shapes(**(defaults | arguments(o, flat, wanted) | dict(o.fixed)))
         return made[0] if o.results == 1 else made
 
     return fake
+
+
+def _check_one_device(o: Overload, flat: Sequence[Any]) -> None:
+    """One tensor on "meta" brings a call here, and the shapes would be taken for results where others have memory.
+
+    Fake tensors are told by their mode. Raises DeviceError.
+    """
+    found: dict[torch.device, str] = {}
+    for name, value in zip(o.flat, flat):
+        for t in value if isinstance(value, (list, tuple)) else (value,):
+            if type(t) in _PLAIN and not (t.is_cpu and name in _ON_HOST):
+                found.setdefault(t.device, name)
+    if len(found) > 1:
+        (device, first), (other, name) = list(found.items())[:2]
+        raise DeviceError(f"{name} is on {other} and {first} on {device}, expected one device; move one with .to()")
+
+
+def written_places(o: Overload) -> tuple[int, ...]:
+    """Where in its arguments an operator's schema says that it writes."""
+    return tuple(i for i, text in enumerate(o.schema[1:].partition(") -> ")[0].split(", ")) if "!)" in text)
 
 
 def _register(row: Row) -> None:

@@ -14,12 +14,14 @@ from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DeviceError, DtypeError, LayoutError, SettingsError, ShapeError
 from kernelgen.guard import ORDINARY, check_plain, check_required, operator, record, through_torch, watched
+from kernelgen.library.written import wrote
 from kernelgen.ops.checks import (
     check_last_contiguous,
     check_no_output_with_grad,
     check_output,
     check_rank,
     check_same_dtype,
+    check_takes_no_gradient,
     check_tensors,
     number,
     shape_text,
@@ -90,9 +92,9 @@ def append_mla(
         check_plain("append_mla")
     grad = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in (ckv, k_rope))
     key = (
-        "mla", layout_of(ckv_cache), optional_layout(k_rope_cache), layout_of(ckv), layout_of(k_rope), _table_key(page_table),
-        optional_layout(positions), optional_layout(batch_indices), optional_layout(slot_mapping), _scale_key(k_scale), backend, grad,
-        settings().check)
+        "mla", layout_of(ckv_cache, written=True), layout_of(k_rope_cache, written=True), layout_of(ckv), layout_of(k_rope),
+        _table_key(page_table), optional_layout(positions), optional_layout(batch_indices), optional_layout(slot_mapping),
+        _scale_key(k_scale), backend, grad, settings().check)
     where = (page_table, positions, batch_indices, slot_mapping)
     call = _calls.get(key)
     if call is None:
@@ -181,8 +183,8 @@ class _Rotating:
         self.rotary_dim, self.interleaved, self.scaling = rotary_dim, interleaved, scaling
 
     def key(self) -> Hashable:
-        return (layout_of(self.q), optional_layout(self.out), layout_of(self.positions), self.theta, optional_layout(self.cos_sin_cache),
-                self.rotary_dim, self.interleaved, frozen_scaling(self.scaling))
+        return (layout_of(self.q), layout_of(self.out, written=True), layout_of(self.positions), self.theta,
+                optional_layout(self.cos_sin_cache), self.rotary_dim, self.interleaved, frozen_scaling(self.scaling))
 
 
 def _append(
@@ -195,10 +197,10 @@ def _append(
     grad = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in inputs)
     whole = isinstance(kv_cache, torch.Tensor)
     key = (
-        tuple(layout_of(t) for t in kv_cache) if isinstance(kv_cache, (tuple, list)) else layout_of(kv_cache), kv_layout,
-        layout_of(k), layout_of(v), _table_key(table), optional_layout(positions), optional_layout(requests), optional_layout(slots),
-        _scale_key(k_scale), _scale_key(v_scale), kv_scales, backend, grad, None if rotating is None else rotating.key(),
-        settings().check,
+        tuple([layout_of(t, written=True) for t in kv_cache]) if isinstance(kv_cache, (tuple, list)) else layout_of(kv_cache, written=True),
+        kv_layout, layout_of(k), layout_of(v), _table_key(table), optional_layout(positions), optional_layout(requests),
+        optional_layout(slots), _scale_key(k_scale), _scale_key(v_scale), kv_scales, backend, grad,
+        None if rotating is None else rotating.key(), settings().check,
     )
     call = _calls.get(key)
     if call is not None:
@@ -222,6 +224,7 @@ def _first_call(
     if not check and decision.chosen is not None and decision.chosen.backend == "generated":
         remember(_calls, key, _prepared(tensors, run, whole))
     result = run(tensors)
+    wrote(kv_cache, None if rotating is None else rotating.out)
     return tensors.q_out if result is None else result
 
 
@@ -234,6 +237,7 @@ def _prepared(sample: AppendTensors, run: Any, whole: bool) -> Any:
         kv_cache: Any, rotating: _Rotating | None, k: torch.Tensor, v: torch.Tensor, table: PageTable | None,
         positions: torch.Tensor | None, requests: torch.Tensor | None, slots: torch.Tensor | None, k_scale: Any, v_scale: Any,
     ) -> torch.Tensor | None:
+        wrote(kv_cache)
         k_cache, v_cache = (kv_cache, kv_cache) if whole else kv_cache
         place = _place_of(table, positions, requests, slots, device)
         if rotating is None:
@@ -242,6 +246,8 @@ def _prepared(sample: AppendTensors, run: Any, whole: bool) -> Any:
         q, out, cache = rotating.q, rotating.out, rotating.cos_sin_cache
         if out is None:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        else:
+            wrote(out)
         turned = angles._replace(table=cache) if cache is not None and angles is not None else angles
         run(AppendTensors(k, v, k_cache, v_cache, place, k_scale, v_scale, q, out, rotating.positions, turned, v_offset=v_offset))
         return out
@@ -380,6 +386,7 @@ def _split_cache(kv_cache: Any, kv_layout: str) -> tuple[torch.Tensor, torch.Ten
         check_last_contiguous(**{name: t})
         if any(extent > 1 and stride == 0 for extent, stride in zip(t.shape, t.stride())):
             raise LayoutError(f"{name}: got strides {t.stride()} of {shape_text(t)}, expected memory of its own for every element")
+        check_takes_no_gradient(name, t)
     if k_cache.shape[:3] != v_cache.shape[:3]:
         raise ShapeError(f"kv_cache: got k {shape_text(k_cache)} and v {shape_text(v_cache)}, expected equal sizes but for D")
     return (k_cache.transpose(1, 2), v_cache.transpose(1, 2)) if kv_layout == "HND" else (k_cache, v_cache)

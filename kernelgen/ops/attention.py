@@ -23,6 +23,7 @@ from kernelgen.guard import (
     watched,
     whole,
 )
+from kernelgen.library.written import wrote
 from kernelgen.ops.checks import (
     check_dim,
     check_last_contiguous,
@@ -104,7 +105,7 @@ def attention(
             batch_invariant, backend, grad,
         )
         if out is not None or lse is not None:
-            key = (key, layout_of(out), layout_of(lse))
+            key = (key, layout_of(out, written=True), layout_of(lse, written=True))
         call = _calls.get(key)
         if call is not None:
             return call(q, k, v, out, lse)
@@ -119,7 +120,7 @@ def attention(
     problem, tensors = _describe(q, k, v, None, None, features, out, lse, backend)
     _, run = prepare(problem, target_of(q.device), backend, tensors)
     remember(_calls, key, _prepared(tensors, run, return_lse))
-    return _finish(tensors, run(tensors), return_lse)
+    return _finish(tensors, run(tensors), return_lse, out, lse)
 
 
 def _prepared(sample: AttentionTensors, run: Any, return_lse: bool) -> Any:
@@ -131,7 +132,11 @@ def _prepared(sample: AttentionTensors, run: Any, return_lse: bool) -> Any:
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None) -> Any:
         if out is None:
             out = q.new_empty(out_shape) if same else q.new_empty(out_shape, dtype=out_dtype)
-        if lse is None and lse_shape is not None:
+        else:
+            wrote(out)
+        if lse is not None:
+            wrote(lse)
+        elif lse_shape is not None:
             lse = q.new_empty(lse_shape, dtype=torch.float32)
         result = run(AttentionTensors(q, k, v, out, lse, scale, soft_cap=soft_cap))
         if result is not None:
@@ -211,10 +216,11 @@ def _call(
     """A call with any feature; a repeated one is found by the layout of every tensor and the value of everything else."""
     key: Any = None
     if f.variant is None and f.block_mask is None and not watched():
-        tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse)
+        tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k)
         grad = torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in (q, k, v, f.sinks, f.alibi_slopes))
         window = tuple(f.window) if isinstance(f.window, list) else f.window
-        key = (*map(layout_of, tensors), *(layout_of(x) if isinstance(x, torch.Tensor) else x for x in f._replace(window=window)),
+        key = (*map(layout_of, tensors), layout_of(out, written=True), layout_of(lse, written=True),
+               *(layout_of(x) if isinstance(x, torch.Tensor) else x for x in f._replace(window=window)),
                backend, grad)
         try:
             run = _calls.get(key)
@@ -222,12 +228,12 @@ def _call(
             key = run = None
         if run is not None:
             given = _gather(q, k, v, cu_seqlens_q, cu_seqlens_k, f, out, lse)
-            return _finish(given, run(given), f.return_lse)
+            return _finish(given, run(given), f.return_lse, out, lse)
     problem, given = _describe(q, k, v, cu_seqlens_q, cu_seqlens_k, f, out, lse, backend)
     _, run = prepare(problem, target_of(q.device), backend, given)
     if key is not None:
         remember(_calls, key, run)
-    return _finish(given, run(given), f.return_lse)
+    return _finish(given, run(given), f.return_lse, out, lse)
 
 
 def _describe(
@@ -429,7 +435,12 @@ def _mask_kind(mask: torch.Tensor | None, ragged: bool) -> str | None:
     return "dense" if not ragged else "packed" if mask.dtype == torch.uint8 else "flat"
 
 
-def _finish(tensors: AttentionTensors, result: Any, return_lse: bool) -> Any:
+def _finish(
+    tensors: AttentionTensors, result: Any, return_lse: bool, given: torch.Tensor | None, given_lse: torch.Tensor | None,
+) -> Any:
+    """What the caller gets. ``given``: what it gave to write to."""
+    if not (given is None and given_lse is None):
+        wrote(given, given_lse)
     out, lse = (tensors.out, tensors.lse) if result is None else result
     return (out, lse) if return_lse else out
 

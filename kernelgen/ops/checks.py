@@ -6,6 +6,7 @@ import torch
 
 from kernelgen.errors import DeviceError, DtypeError, LayoutError, SettingsError, ShapeError
 from kernelgen.guard import check_memory
+from kernelgen.library.written import no_gradient
 
 
 def shape_text(t: torch.Tensor) -> str:
@@ -67,6 +68,17 @@ def check_output(name: str, t: torch.Tensor, shape: tuple[int, ...], dtype: torc
             raise LayoutError(f"{name}: got strides {t.stride()} of {shape_text(t)}, in which elements share memory, expected memory of "
                               "its own for every element")
         reach += stride * (extent - 1)
+    if t.requires_grad:
+        check_takes_no_gradient(name, t, leave=name.partition(" ")[0])
+
+
+def check_takes_no_gradient(name: str, t: torch.Tensor, *, leave: str = "") -> None:
+    """A tensor that is written to past autograd, refused as the operator refuses it. ``leave``: the argument that may be left out.
+
+    Prepared calls do not look: :func:`kernelgen.ops.memo.layout_of` keeps such a tensor from them.
+    """
+    if t.requires_grad and torch.is_grad_enabled():
+        raise no_gradient(name, writes=True, leave=leave)
 
 
 def index_tensor(name: str, t: torch.Tensor, length: int | None, device: torch.device) -> torch.Tensor:

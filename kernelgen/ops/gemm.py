@@ -23,6 +23,7 @@ from kernelgen.guard import (
     through_torch,
     watched,
 )
+from kernelgen.library.written import wrote
 from kernelgen.ops.checks import check_tensors, shape_text
 from kernelgen.ops.memo import layout_of, new_memo, remember
 from kernelgen.ops.products import (
@@ -95,7 +96,7 @@ def gemm(
             a.shape, b.shape, a.stride(), b.layout if packed else b.stride(), a.dtype, None if packed else b.dtype, a.device,  # type: ignore[union-attr]
             b.device, (address_a | address_b) & 15, layout_of(bias), activation, gate_up, accumulate, out_dtype, deterministic,
             backend, grad, layout_of(c), beta, layout_of(scale_a), layout_of(scale_b), out_scale,
-            layout_of(out) if type(out) is not tuple else tuple(map(layout_of, out)),
+            layout_of(out, written=True) if type(out) is not tuple else tuple([layout_of(t, written=True) for t in out]),
         )
         if not (address_a and address_b) or a.is_neg() or (not packed and b.is_neg()):  # type: ignore[union-attr]
             key = None  # nothing there, or not as it seems: the long way looks closer
@@ -118,7 +119,9 @@ def gemm(
             remember(_calls, key, _prepared_generated(call, run))
         elif not packed and c is scale_a is out_scale:
             remember(_calls, key, _prepared(call.tensors, call.result.shape, run))
-    return deliver(run(call.tensors), call.tensors.out, call.tensors.out_scale, call.result)
+    value = deliver(run(call.tensors), call.tensors.out, call.tensors.out_scale, call.result)
+    wrote(out)
+    return value
 
 
 def deliver(value: Any, out: torch.Tensor, scale: torch.Tensor | None, result: Result) -> Any:
@@ -149,6 +152,8 @@ def _prepared_generated(sample: Described, run: Any) -> Callable[..., Any]:
         zero = scale = None
         if packed:
             b, scale_b, zero = b.codes, b.scale, b.zero
+        if out is not None:
+            wrote(out)
         if scale_shape is not None:
             out, scale = split_output(out, "")
             scale = a.new_empty(scale_shape, dtype=torch.float32) if scale is None else scale
@@ -169,7 +174,7 @@ def _prepared(sample: GemmTensors, shape: tuple[int, ...], run: Any) -> Callable
         result = run(GemmTensors(as_batch(a), as_batch(b), target, bias))
         if result is not None:
             return result.view(shape)
-        return target.view(shape) if out is None else out
+        return target.view(shape) if out is None else out  # torch's operators count what they write
 
     return call
 

@@ -12,6 +12,7 @@ from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DtypeError, ShapeError
 from kernelgen.guard import ORDINARY, check_backend, check_flags, check_required, needs_torch, operator, record, through_torch, watched
+from kernelgen.library.written import wrote
 from kernelgen.ops.checks import check_tensors, index_tensor, shape_text
 from kernelgen.ops.gemm import deliver, describe_b, is_view, packed_parts
 from kernelgen.ops.memo import layout_of, new_memo, remember
@@ -109,7 +110,9 @@ def _call(
     if key is not None and generated:
         remember(_calls, key, _prepared(described, run))
     t = described.tensors
-    return deliver(run(t), t.out, t.out_scale, described.result)
+    value = deliver(run(t), t.out, t.out_scale, described.result)
+    wrote(e.out)
+    return value
 
 
 def _signature(
@@ -126,7 +129,7 @@ def _signature(
     return (
         masked, layout_of(a), b.layout if isinstance(b, PackedWeight) else layout_of(b), layout_of(ends), layout_of(scale_a),
         layout_of(scale_b), layout_of(e.bias), layout_of(e.c),
-        layout_of(e.out) if type(e.out) is not tuple else tuple(map(layout_of, e.out)),
+        layout_of(e.out, written=True) if type(e.out) is not tuple else tuple([layout_of(t, written=True) for t in e.out]),
         e.activation, e.gate_up, e.beta, e.accumulate, e.out_dtype, e.out_scale, e.deterministic, backend,
         torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors),
     )
@@ -144,6 +147,8 @@ def _prepared(sample: _Described, run: Any) -> Callable[..., Any]:
         if packed:
             b, scale_b, zero = b.codes, b.scale, b.zero
         _check_ends(problem.grouping, ends, _limit(problem))
+        if e.out is not None:
+            wrote(e.out)
         out, scale = split_output(e.out, e.out_scale)
         out = a.new_empty(shape, dtype=dtype) if out is None else out
         if scale_shape is not None and scale is None:

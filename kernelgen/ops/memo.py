@@ -36,15 +36,17 @@ def forget_calls() -> None:
         memo.clear()
 
 
-def layout_of(t: Any) -> Hashable:
+def layout_of(t: Any, *, written: bool = False) -> Hashable:
     """What of an optional tensor decides a prepared call; None for none.
 
     Anything unusual (no tensor, no memory, a subclass, a lazily negated view) gets a form of its own: no call with it is
-    ever remembered, so it takes the long way and is checked there.
+    ever remembered, so it takes the long way and is checked there. ``written``: that it requires a gradient is unusual too.
     """
     if t is None:
         return None
     if type(t) not in ORDINARY or t.layout != torch.strided:
+        return (_UNUSUAL, type(t))
+    if written and t.requires_grad and torch.is_grad_enabled():
         return (_UNUSUAL, type(t))
     address = t.data_ptr()
     if (address == 0 and t.numel()) or t.is_neg():

@@ -13,9 +13,9 @@ from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DtypeError, ShapeError
 from kernelgen.guard import check_required, needs_torch, operator, record, through_torch, watched
+from kernelgen.library.written import wrote
 from kernelgen.ops.checks import check_last_contiguous, check_no_output_with_grad, check_output, check_rank, check_tensors, shape_text
 from kernelgen.ops.memo import layout_of, new_memo, remember
-from kernelgen.ops.rope import optional_layout
 from kernelgen.problems.cache_ops import MergeProblem
 from kernelgen.problems.common import alignment_of
 from kernelgen.targets import Target, target_of
@@ -37,7 +37,8 @@ def merge_states(
     """
     check_required(outs=outs, lses=lses)
     grad = needs_torch(outs, lses)
-    key = None if watched() else (layout_of(outs), layout_of(lses), optional_layout(out), optional_layout(lse), backend, grad)
+    key = None if watched() else (
+        layout_of(outs), layout_of(lses), layout_of(out, written=True), layout_of(lse, written=True), backend, grad)
     call = _calls.get(key)
     if call is not None:
         return call(outs, lses, out, lse)
@@ -48,14 +49,21 @@ def merge_states(
     _, run = prepare(problem, target_of(outs.device), backend, tensors)
 
     def repeated(outs: torch.Tensor, lses: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None) -> Any:
-        out = outs.new_empty(outs.shape[1:]) if out is None else out
-        lse = outs.new_empty(lses.shape[1:], dtype=torch.float32) if lse is None else lse
+        if out is None:
+            out = outs.new_empty(outs.shape[1:])
+        else:
+            wrote(out)
+        if lse is None:
+            lse = outs.new_empty(lses.shape[1:], dtype=torch.float32)
+        else:
+            wrote(lse)
         result = run(MergeTensors(outs, lses, out, lse))
         return (out, lse) if result is None else result
 
     if key is not None:
         remember(_calls, key, repeated)
     result = run(tensors)
+    wrote(out, lse)
     return (tensors.out, tensors.lse) if result is None else result
 
 

@@ -25,6 +25,7 @@ from kernelgen.guard import (
     whole,
 )
 from kernelgen.library.forms import Copied
+from kernelgen.library.written import wrote
 from kernelgen.ops.checks import check_last_contiguous, check_output, check_rank, check_tensors, number, shape_text
 from kernelgen.ops.features import AttentionFeatures, check_features
 from kernelgen.ops.memo import layout_of, new_memo, remember
@@ -88,7 +89,8 @@ class MLAPlan(Copied):
             check_pages(state.arrays, self.problem.page_size, ckv_cache.shape[0])
         key: Any = None
         if not watched():
-            key = (state.key, *map(layout_of, (q_nope, q_rope, ckv_cache, k_rope_cache, out, lse)), return_lse, state.rows,
+            key = (state.key, *map(layout_of, (q_nope, q_rope, ckv_cache, k_rope_cache)), layout_of(out, written=True),
+                   layout_of(lse, written=True), return_lse, state.rows,
                    k_scale if k_scale is None or isinstance(k_scale, float) else layout_of(k_scale),
                    torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in (q_nope, q_rope)))
             known = self._runs.get(key)
@@ -132,7 +134,7 @@ class MLAPlan(Copied):
             check_output("out", out, shape, out_dtype, q_nope.device)
         if lse is not None:
             check_output("lse", lse, shape[:2], torch.float32, q_nope.device)
-        with_lse = return_lse or lse is not None
+        with_lse, with_output = return_lse or lse is not None, not (out is None and lse is None)
         # One scale serves keys and values, as the values are the latent part of the keys. A number is folded into the scale of the
         # logits, but beside a rope part that is not fp8 and has no scale: there it is a factor of the latent products alone.
         factor = 1.0 if k_scale is None or isinstance(k_scale, torch.Tensor) else number("k_scale", k_scale)
@@ -169,6 +171,8 @@ class MLAPlan(Copied):
         def call(*given: Any) -> Any:
             t = gather(*given)
             run(t)
+            if with_output:
+                wrote(*given[-2:])
             return (t.out, t.lse) if return_lse else t.out
 
         return call

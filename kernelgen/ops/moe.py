@@ -12,10 +12,12 @@ from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DtypeError, LayoutError, SettingsError, ShapeError
 from kernelgen.guard import ORDINARY, check_backend, check_flags, check_required, needs_torch, operator, record, through_torch, watched
+from kernelgen.library.written import wrote
 from kernelgen.moe_tensors import MoeTensors
 from kernelgen.ops.checks import (
     check_dim,
     check_last_contiguous,
+    check_no_output_with_grad,
     check_output,
     check_rank,
     check_same_dtype,
@@ -93,6 +95,7 @@ def moe(
     if key is not None and decision.chosen is not None and decision.chosen.backend == "generated" and not settings().check:
         remember(_calls, key, _prepared(tensors, run))
     result = run(tensors)
+    wrote(out)
     return tensors.out if result is None else result
 
 
@@ -127,6 +130,7 @@ def _prepared(sample: MoeTensors, run: Any) -> Callable[[MoeTensors], torch.Tens
         else:
             out = t.out
             _check_apart(t.x, out)
+            wrote(out)
         run(t._replace(
             out=out, table=t.expert_map.to(torch.int32).contiguous() if table else None, first=first,
             scale13=t.scale13 if isinstance(t.scale13, torch.Tensor) else scale13,
@@ -211,6 +215,8 @@ def describe_moe(
         _check_shared(shared13, shared2, x, halves)
     map_kind, first = local_range(expert_map, experts)
     grad = needs_torch(x, plain13, plain2, weights, bias13, bias2, shared13, shared2)
+    if grad:
+        check_no_output_with_grad(out=out)
     if out is None:
         out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
     else:

@@ -12,8 +12,9 @@ from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DtypeError, ShapeError
 from kernelgen.guard import ORDINARY, check_backend, check_required, needs_torch, operator, record, through_torch, watched, whole
+from kernelgen.library.written import wrote
 from kernelgen.moe_tensors import MoESort, PermuteTensors, SortTensors, UnpermuteTensors
-from kernelgen.ops.checks import check_last_contiguous, check_output, check_rank, check_tensors, shape_text
+from kernelgen.ops.checks import check_last_contiguous, check_no_output_with_grad, check_output, check_rank, check_tensors, shape_text
 from kernelgen.ops.memo import layout_of, new_memo, remember
 from kernelgen.problems.common import alignment_of
 from kernelgen.problems.moe import MoePermuteProblem, MoeSortProblem, MoeUnpermuteProblem
@@ -118,7 +119,8 @@ def moe_unpermute(
     slots = getattr(sort, "row_of_slot", None)
     key: Any = None
     if type(rows) in ORDINARY and type(slots) in ORDINARY and not watched():
-        key = ("unpermute", *map(layout_of, (rows, slots, weights, addend, out)), backend, _wants_gradient(rows, weights, addend))
+        key = ("unpermute", *map(layout_of, (rows, slots, weights, addend)), layout_of(out, written=True), backend,
+               _wants_gradient(rows, weights, addend))
         call = _calls.get(key)
         if call is not None:
             return call(rows, slots, weights, addend, out)
@@ -134,12 +136,16 @@ def moe_unpermute(
         def again(
             rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor | None, addend: torch.Tensor | None, out: torch.Tensor | None,
         ) -> torch.Tensor:
-            out = rows.new_empty(shape) if out is None else out
+            if out is None:
+                out = rows.new_empty(shape)
+            else:
+                wrote(out)
             run(UnpermuteTensors(rows, slots, out, weights, addend))
             return out
 
         remember(_calls, key, again)
     result: torch.Tensor | None = run(tensors)
+    wrote(out)
     return tensors.out if result is None else result
 
 
@@ -285,6 +291,9 @@ def _describe_unpermute(
     check_tensors(rows=rows, addend=addend, out=out)
     if addend is not None and (tuple(addend.shape) != shape or addend.dtype != rows.dtype):
         raise ShapeError(f"addend: got {addend.dtype} {shape_text(addend)}, expected {rows.dtype} {shape}")
+    grad = needs_torch(rows, weights, addend)
+    if grad:
+        check_no_output_with_grad(out=out)
     if out is None:
         out = torch.empty(shape, dtype=rows.dtype, device=rows.device)
     else:
@@ -292,7 +301,7 @@ def _describe_unpermute(
     name = dtype_name(rows.dtype)
     problem = MoeUnpermuteProblem(
         tokens, k, rows.shape[1], name, name, None if weights is None else dtype_name(weights.dtype), None if addend is None else name,
-        alignment_of(rows, out, addend), needs_torch(rows, weights, addend))
+        alignment_of(rows, out, addend), grad)
     return problem, UnpermuteTensors(rows, slots, out, weights, addend)
 
 

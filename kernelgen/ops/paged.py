@@ -28,6 +28,7 @@ from kernelgen.guard import (
 from kernelgen.kernels.base import division_of
 from kernelgen.launch.plan import host_address, plan_functions
 from kernelgen.library.forms import Copied, plans
+from kernelgen.library.written import wrote
 from kernelgen.ops.attention import Window, check_sinks, check_soft_cap, check_window
 from kernelgen.ops.checks import check_last_contiguous, check_output, check_rank, check_tensors, number, shape_text
 from kernelgen.ops.features import FEATURES, AttentionFeatures, check_features
@@ -147,8 +148,8 @@ class AttentionPlan(Copied):
         if plain and isinstance(kv_cache, torch.Tensor):  # the second for the type checker
             state, address, pages = self._state, q.data_ptr(), kv_cache.data_ptr()
             short = (state.key, state.rows, q.shape, q.stride(), q.dtype, q.device, kv_cache.shape, kv_cache.stride(), kv_cache.dtype,
-                     kv_cache.device, (address | pages) & 15, return_lse, None if out is None else layout_of(out),
-                     None if lse is None else layout_of(lse), q.requires_grad and torch.is_grad_enabled())
+                     kv_cache.device, (address | pages) & 15, return_lse, None if out is None else layout_of(out, written=True),
+                     None if lse is None else layout_of(lse, written=True), q.requires_grad and torch.is_grad_enabled())
             known = self._runs.get(short)
             if (known is not None and address and pages and q.shape[0] >= state.least_rows and not (q.is_neg() or kv_cache.is_neg())
                     and not settings().check):
@@ -160,7 +161,8 @@ class AttentionPlan(Copied):
             self._check_contents(kv_cache, mask)
         if variant_args is None and not watched():
             cache = tuple(map(layout_of, kv_cache)) if isinstance(kv_cache, (tuple, list)) else layout_of(kv_cache)
-            key = (self._state.key, layout_of(q), cache, layout_of(out), layout_of(lse), return_lse, self._state.rows,
+            key = (self._state.key, layout_of(q), cache, layout_of(out, written=True), layout_of(lse, written=True), return_lse,
+                   self._state.rows,
                    *(x if x is None or isinstance(x, float) else layout_of(x)
                      for x in (alibi_slopes, sinks, mask, q_scale, k_scale, v_scale)),
                    torch.is_grad_enabled() and isinstance(q, torch.Tensor) and q.requires_grad)
@@ -204,7 +206,7 @@ class AttentionPlan(Copied):
             check_output("out", out, shape, out_dtype, q.device)
         if lse is not None:
             check_output("lse", lse, shape[:2], torch.float32, q.device)
-        with_lse = return_lse or lse is not None
+        with_lse, with_output = return_lse or lse is not None, not (out is None and lse is None)
         if with_lse:
             check_has_lse(self.variant)
         batch, pages, kind = self._state.arrays.batch, k_cache.shape[0], p.kv_scales
@@ -253,6 +255,8 @@ class AttentionPlan(Copied):
         def call(*given: Any) -> Any:
             t = gather(*given)
             run(t)
+            if with_output:
+                wrote(*given[-2:])
             return (t.out, t.lse) if return_lse else t.out
 
         same, behind = out_dtype == q.dtype, first.v_cache.data_ptr() - first.k_cache.data_ptr()
@@ -260,7 +264,11 @@ class AttentionPlan(Copied):
         def quick(arrays: PlanArrays, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None) -> Any:
             if out is None:
                 out = q.new_empty(shape) if same else q.new_empty(shape, dtype=out_dtype)
-            if lse is None and with_lse:
+            else:
+                wrote(out)
+            if lse is not None:
+                wrote(lse)
+            elif with_lse:
                 lse = q.new_empty(shape[:2], dtype=torch.float32)
             values: Any = _Address(cache.data_ptr() + behind)
             run(PagedTensors(q, cache, values, arrays, out, lse, scale, soft_cap))

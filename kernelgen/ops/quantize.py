@@ -11,6 +11,7 @@ from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DtypeError, SettingsError, ShapeError
 from kernelgen.guard import ORDINARY, check_backend, check_required, needs_torch, operator, record, through_torch, watched
+from kernelgen.library.written import wrote
 from kernelgen.ops.checks import check_last_contiguous, check_no_output_with_grad, check_output, check_tensors, shape_text
 from kernelgen.ops.gemm import deliver, is_view
 from kernelgen.ops.memo import layout_of, new_memo, remember
@@ -44,7 +45,7 @@ def quantize_fp8(
     key: Any = None
     if type(x) in ORDINARY and not watched():
         key = (layout_of(x), x.requires_grad and torch.is_grad_enabled(), recipe, dtype, activation, gate_up, backend,
-               None if type(out) is not tuple else tuple(map(layout_of, out)))
+               None if type(out) is not tuple else tuple([layout_of(t, written=True) for t in out]))
         try:
             call = _calls.get(key) if out is None or type(out) is tuple else None
         except TypeError:
@@ -61,6 +62,7 @@ def quantize_fp8(
     if key is not None and generated and x.data_ptr() and all(map(is_view, (x, result.out, result.scale))):
         remember(_calls, key, _prepared(result, run))
     value: Pair = deliver(run(tensors), tensors.codes, tensors.scale, result)
+    wrote(out)
     return value
 
 
@@ -72,6 +74,8 @@ def _prepared(sample: Result, run: Any) -> Any:
     def call(x: torch.Tensor, out: Pair | None) -> Pair:
         if out is None:
             out = x.new_empty(shape, dtype=dtype), x.new_empty(scale_of, dtype=torch.float32)
+        else:
+            wrote(*out)
         run(QuantizeTensors(x, *out))
         return out
 

@@ -14,6 +14,7 @@ from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DtypeError, SettingsError, ShapeError
 from kernelgen.guard import address_of, check_flags, check_required, needs_torch, operator, record, through_torch, watched, whole
+from kernelgen.library.written import wrote
 from kernelgen.ops.checks import check_last_contiguous, check_output, check_same_dtype, check_tensors, number, shape_text
 from kernelgen.ops.memo import layout_of, new_memo, remember
 from kernelgen.problems.cache_ops import RopeProblem, Rotation
@@ -71,7 +72,10 @@ def rope(
     new_q, new_k = new_q.view(q.shape), new_k.view(k.shape)
     if inplace and (result is not None or not problem.in_place):
         return q.copy_(new_q), k.copy_(new_k)
-    return (q, k) if inplace else (new_q, new_k)
+    if inplace:
+        wrote(q, k)
+        return q, k
+    return new_q, new_k
 
 
 def _prepared(sample: RopeTensors, run: Any, inplace: bool) -> Any:
@@ -80,6 +84,8 @@ def _prepared(sample: RopeTensors, run: Any, inplace: bool) -> Any:
     angles = sample.angles
 
     def call(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor | None) -> Any:
+        if inplace:
+            wrote(q, k)
         q_out = q if inplace else torch.empty(q.shape, dtype=q.dtype, device=q.device)
         k_out = k if inplace else torch.empty(k.shape, dtype=k.dtype, device=k.device)
         run(RopeTensors(q, k, q_out, k_out, positions, angles if cache is None else Angles(cache, *angles[1:])))
@@ -191,9 +197,9 @@ def _describe(
     if k.shape[:-2] != q.shape[:-2] or k.shape[-1] != q.shape[-1]:
         raise ShapeError(f"k: got shape {shape_text(k)}, expected q's tokens {tuple(q.shape[:-2])} and D = {q.shape[-1]}")
     check_last_contiguous(q=q, k=k)
-    if inplace:
-        check_output("q", q, tuple(q.shape), q.dtype, q.device)
-        check_output("k", k, tuple(k.shape), k.dtype, k.device)
+    if inplace:  # one that wants a gradient has it: it is overwritten by torch's own copy_
+        check_output("q", q.detach(), tuple(q.shape), q.dtype, q.device)
+        check_output("k", k.detach(), tuple(k.shape), k.dtype, k.device)
     rotation, angles = describe_rotation(int(q.shape[-1]), q.device, theta, cos_sin_cache, rotary_dim, interleaved, scaling)
     grad = needs_torch(q, k)
     folded = (q, k, positions) if grad else _fold(q, k, positions)  # the oracle takes any form; its graph stays plain

@@ -23,6 +23,7 @@ from kernelgen.guard import (
     watched,
     whole,
 )
+from kernelgen.library.written import wrote
 from kernelgen.moe_tensors import RouteTensors
 from kernelgen.ops.checks import check_last_contiguous, check_output, check_rank, check_tensors, number, shape_text
 from kernelgen.ops.memo import layout_of, new_memo, remember
@@ -77,6 +78,7 @@ def route(
     if key is not None and decision.chosen is not None and decision.chosen.backend == "generated":
         remember(_calls, key, _prepared(tensors, run))
     result = run(tensors)
+    wrote(counts)
     return (tensors.weights, tensors.ids) if result is None else result
 
 
@@ -86,6 +88,8 @@ def _prepared(sample: RouteTensors, run: Any) -> Callable[..., tuple[torch.Tenso
 
     def call(logits: torch.Tensor, bias: torch.Tensor | None, counts: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         weights, ids = logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
+        if counts is not None:
+            wrote(counts)
         run(RouteTensors(logits, bias, weights, ids, scaling, counts))
         return weights, ids
 

@@ -11,6 +11,7 @@ from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import LayoutError, SettingsError, ShapeError
 from kernelgen.guard import check_backend, check_required, needs_torch, operator, record, through_torch
+from kernelgen.library.written import wrote
 from kernelgen.ops.checks import check_last_contiguous, check_no_output_with_grad, check_output, check_tensors, number, shape_text
 from kernelgen.problems.common import alignment_of
 from kernelgen.problems.rows import RmsNormProblem, SiluAndMulProblem
@@ -36,7 +37,12 @@ def rmsnorm(
     problem, tensors = _describe_rmsnorm(x, weight, eps, residual, out)
     _, run = prepare(problem, target_of(x.device), backend, tensors)
     value = run(tensors)
-    return (tensors.out if value is None else value).view(x.shape) if out is None else out
+    if residual is not None:
+        wrote(residual)
+    if out is None:
+        return (tensors.out if value is None else value).view(x.shape)
+    wrote(out)
+    return out
 
 
 @operator("silu_and_mul")
@@ -52,7 +58,10 @@ def silu_and_mul(x: torch.Tensor, *, out: torch.Tensor | None = None, backend: s
     problem, tensors = _describe_silu(x, out)
     _, run = prepare(problem, target_of(x.device), backend, tensors)
     value = run(tensors)
-    return (tensors.out if value is None else value).view(*x.shape[:-1], problem.width) if out is None else out
+    if out is None:
+        return (tensors.out if value is None else value).view(*x.shape[:-1], problem.width)
+    wrote(out)
+    return out
 
 
 def explain_rmsnorm(*args: Any, target: Target, backend: str, live: bool, **kwargs: Any) -> Decision:

@@ -239,6 +239,7 @@ def moe_errors(rank: int, size: int, device: str) -> None:
     ):
         with pytest.raises(error if odd else SettingsError, match=words if odd else "rank 1 refused"):
             call(**(c | change if odd else c))
+    call(**c)  # remembered: it must not hide what comes next
     leaf = c["w13"].clone().requires_grad_()
     with pytest.raises(SettingsError, match="requires a gradient" if odd else "rank 1 refused"):
         call(**(c | {"w13": leaf} if odd else c))
