@@ -19,8 +19,9 @@ import torch
 from kernelgen.errors import DeviceError, ShapeError
 from kernelgen.kernels.attention.schedule import Ints
 from kernelgen.ops.page_table import Lengths, PageTable, check_starts
-from kernelgen.ops.paged import check_table, query_starts
+from kernelgen.ops.paged import check_table
 from kernelgen.ops.planning import page_begin, page_numbers
+from kernelgen.ops.query_lengths import query_starts
 from kernelgen.ops.scales import Scale, page_scale
 from kernelgen.settings import settings
 

@@ -36,13 +36,13 @@ from kernelgen.ops.paged import (
     check_table,
     decide,
     plan_device,
-    query_starts,
     size_classes,
     start_plan,
     update_plan,
 )
 from kernelgen.ops.plan_checks import check_bounds, check_rows
 from kernelgen.ops.planning import Batch, GraphBounds, check_pages, read_batch
+from kernelgen.ops.query_lengths import query_starts
 from kernelgen.ops.scales import Scale, head_scale, page_scale
 from kernelgen.problems.common import alignment_of
 from kernelgen.problems.paged import PagedAttentionProblem

@@ -317,38 +317,32 @@ def closure(problem: GemmProblem, config: Config, kernel: Any, tensors: Any, til
         return quantized(problem, tensors, quantize, lambda p, t: closure(p, config, kernel, t, tiles_m, tiles_n, tiles, box_a, None))
     p, c, t = problem, config, tensors
     clusters = tiles if c.split_k > 1 else min(tiles, max(1, target_of(t.a.device).sm_count * c.resident // c.blocks))
+    by_tma = _scales_fit_tma(p, t)
+    maps = [*_maps(p, c, t, box_a), *([_map_of_scales(p, c, t)] if by_tma else [])]
+    launch = kernel.prepare(
+        t.a.device.index or 0, grid=(clusters * c.blocks, 1, 1), block=(128 * (c.consumers + 1), 1, 1), cluster=(c.blocks, 1, 1),
+        programmatic=True, shared_memory=shared_memory(p, c), tensor_maps=maps)
+    tail = PARAMS.pack_scalars(scalars(p, t) | {
+        "tiles_m": tiles_m, "tiles_n": tiles_n, "tiles": tiles, "groups": p.batch, "batched_a": int(t.a.shape[0] > 1),
+        "scales_by_tma": int(by_tma),
+        **dict(zip(("out_scale_batch", "out_scale_row", "out_scale_block"), t.out_scale.stride() if p.out_scale else (0, 0, 0)))})
     blank, pack, pointers = bytes(128 * len(PARAMS.tensor_maps)), PARAMS.pointer_packer.pack, addresses(p)
     grouped, codes = p.op == "grouped_gemm", p.out_scale is not None
 
-    def prepared(scales_by_tma: bool) -> Callable[[Any], None]:
-        maps = [*_maps(p, c, t, box_a), *([_map_of_scales(p, c, t)] if scales_by_tma else [])]
-        launch = kernel.prepare(
-            t.a.device.index or 0, grid=(clusters * c.blocks, 1, 1), block=(128 * (c.consumers + 1), 1, 1), cluster=(c.blocks, 1, 1),
-            programmatic=True, shared_memory=shared_memory(p, c), tensor_maps=maps)
-        tail = PARAMS.pack_scalars(scalars(p, t) | {
-            "tiles_m": tiles_m, "tiles_n": tiles_n, "tiles": tiles, "groups": p.batch, "batched_a": int(t.a.shape[0] > 1),
-            "scales_by_tma": int(scales_by_tma),
-            **dict(zip(("out_scale_batch", "out_scale_row", "out_scale_block"), t.out_scale.stride() if p.out_scale else (0, 0, 0)))})
+    def run(t: Any) -> None:
+        launch(blank + pack(*pointers(t), t.out_scale.data_ptr() if codes else 0, t.ends.data_ptr() if grouped else 0) + tail)
 
-        def run(t: Any) -> None:
-            launch(blank + pack(*pointers(t), t.out_scale.data_ptr() if codes else 0, t.ends.data_ptr() if grouped else 0) + tail)
-
-        return run
-
-    gather = prepared(False)
-    if not _scales_fit_tma(p, t):
-        return gather
-    by_tma = prepared(True)
-    return lambda t: gather(t) if t.scale_a.data_ptr() % 16 else by_tma(t)
+    return run
 
 
 def _scales_fit_tma(problem: GemmProblem, t: Any) -> bool:
-    """May the copy engine bring scale_a, its address aside: rows one behind the other, everything else at multiples of 16 bytes?"""
+    """May the copy engine bring scale_a: rows one behind the other, everything else at multiples of 16 bytes? A prepared call is found by
+    strides and by the address' place within 16 bytes (ops/memo.py), so that the first call says it for all."""
     if problem.scales != "block_128x128":
         return False
     batch, rows, blocks = t.scale_a.shape
     strides = [stride for stride, extent in zip(t.scale_a.stride(), (batch, 0, blocks)) if extent > 1]
-    return (t.scale_a.stride(1) == 1 or rows == 1) and all(stride > 0 and stride % 4 == 0 for stride in strides)
+    return (t.scale_a.stride(1) == 1 or rows == 1) and t.scale_a.data_ptr() % 16 == 0 and all(s > 0 and s % 4 == 0 for s in strides)
 
 
 def _map_of_scales(problem: GemmProblem, config: Config, t: Any) -> Any:
