@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kernelgen.errors import LayoutError
 from kernelgen.kernels.base import KernelFamily
 from kernelgen.kernels.gemm.mma import (
     PACKED,
@@ -18,6 +19,7 @@ from kernelgen.kernels.gemm.mma import (
     ceil_div,
     closure,
     operand_parameters,
+    scalars,
     spec_words,
     supports_operands,
 )
@@ -141,7 +143,18 @@ def spec(problem: GemmProblem, target: Target, config: Config) -> KernelSpec:
 
 
 def bind(problem: GemmProblem, config: Config, kernel: Any, tensors: GemmTensors) -> Callable[[GemmTensors], None]:
-    """The closure of a repeated call: packs addresses, launches."""
+    """The closure of a repeated call: packs addresses, launches.
+
+    Raises LayoutError for a view of codes, scales or zero points whose columns reach over 4 GB: the kernel counts them in 32 bits.
+    """
+    assert tensors.scale_b is not None, "a packed weight has scales"
+    strides = scalars(problem, config, tensors)
+    scale = strides["scale_b_column"] * tensors.scale_b.element_size()
+    apart = {"codes": strides["b_stride"], "scale": scale, "zero": strides["zero_column"]}
+    for name, stride in apart.items():
+        if problem.n * stride >= 1 << 32:
+            raise LayoutError(f"{name} of the packed weight: got {problem.n} rows {stride} bytes apart, expected 4 GB of them at most "
+                              f"by {ENTRY}; make {name} contiguous")
     launch = kernel.prepare(
         tensors.a.device.index or 0, grid=(ceil_div(problem.n, config.block_n), 1, 1), block=(config.threads, 1, 1),
         shared_memory=config.shared_memory)

@@ -9,13 +9,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+from kernelgen.errors import LayoutError
 from kernelgen.kernels.gemm import packed_skinny
 from kernelgen.kernels.gemm.packed_skinny import Config
 from kernelgen.settings import settings
 from kernelgen.targets import Target
 from kernelgen.testing.cuda_emulator import EmulatedKernel
-from kernelgen.testing.mma_products import Product, run_product
+from kernelgen.testing.mma_products import Product, make, problem_of, run_product
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -34,6 +36,15 @@ CASES = {
     "mxfp4 of fp16": (Product(2, 24, 96, "fp16", weight="mxfp4"), SMALL),
     "exact": (Product(6, 40, 1024, "bf16", weight="int4", whole=True, out="fp32"), Config(1, 8, 8, 3)),
 }
+
+
+def test_views_of_more_than_4_gb_are_refused() -> None:
+    """The kernel counts bytes from the matrix' first column in 32 bits."""
+    case = Product(3, 1 << 13, 256, "bf16", weight="int4")
+    tensors = make(case)[0]
+    far = torch.empty_strided(tensors.b.shape, (1 << 40, 1 << 20, 1), dtype=torch.uint8, device="meta")
+    with pytest.raises(LayoutError, match="codes .* 8192 rows 1048576 bytes apart.* make codes contiguous"):
+        packed_skinny.bind(problem_of(case, tensors), SMALL, None, tensors._replace(b=far))
 
 
 @pytest.fixture(scope="module")
