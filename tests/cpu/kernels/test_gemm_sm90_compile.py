@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kernelgen import build
 from kernelgen.dispatch.select import choose
@@ -22,6 +23,7 @@ from kernelgen.kernels.gemm import dense_sm90, grouped_sm90, packed_sm90, skinny
 from kernelgen.problems.gemm import GemmProblem, GroupedGemmProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
+from kernelgen.testing.mma_products import Product, make, problem_of
 from kernelgen.testing.resources import assert_within_table, compiled, covered, measured
 
 TABLE = Path(__file__).with_name("ptxas_gemm_sm90.json")
@@ -172,6 +174,26 @@ def test_every_problem_has_a_config() -> None:
                                   activation=activation, gate_up=gate_up)
                 if family.supports(problem, H200):
                     assert next(iter(family.candidates(problem, H200)), None), (family.name, problem)
+
+
+def test_which_scales_the_copy_engine_brings() -> None:
+    """Rows one behind the other at multiples of 16 bytes; everything else is gathered."""
+    case = Product(64, 256, 512, scales="block_128x128", scale_major="cc")
+    tensors = make(case)[0]
+    problem = problem_of(case, tensors)
+    scale = tensors.scale_a
+
+    def fits(scale_a: torch.Tensor) -> bool:
+        return dense_sm90._scales_fit_tma(problem, tensors._replace(scale_a=scale_a))
+
+    assert scale is not None and scale.stride()[1:] == (1, 64) and fits(scale)
+    assert fits(scale[:, 4:]) and not fits(scale[:, 1:]), "the address"
+    assert not fits(scale.contiguous()), "blocks of a row one behind the other"
+    assert not fits(scale[:, :1].expand(1, 64, 4)), "one for all rows"
+    assert not fits(torch.empty(1, 4, 62).mT), "62 rows are no multiple of 16 bytes"
+    assert fits(torch.empty(1, 1, 62).mT), "a single block has no next one"
+    by_columns = replace(problem, scales="block_1x128")
+    assert not dense_sm90._scales_fit_tma(by_columns, tensors)
 
 
 def test_boxes_begin_at_multiples_of_16_bytes() -> None:
