@@ -112,7 +112,7 @@ def split_levels(levels: Any) -> tuple[Any, ...]:
         size, *parts = split_table(table)
         sizes.append(size)
         tensors.extend(parts)
-        starts.append(begin if isinstance(begin, torch.Tensor) else torch.tensor(begin, dtype=torch.int32))
+        starts.append(begin if isinstance(begin, torch.Tensor) else torch.tensor(begin, dtype=torch.int32, device="cpu"))
     return starts, sizes, tensors
 
 
