@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,10 @@ import pytest
 import torch
 
 import kernelgen
-from kernelgen import build, settings, targets
-from kernelgen.dispatch.backends import generated
 from kernelgen.ops import moe, planning, rope
-from kernelgen.ops.memo import forget_calls
-from kernelgen.targets import Target
 from kernelgen.testing import operator_calls
+from kernelgen.testing.idle import idle_hopper
 from kernelgen.variants import arguments
-from kernelgen.verdicts import yes
 
 FACTORIES = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "randperm", "tensor", "zeros"}
 # Functions whose tensor is the caller's to place, as torch's own factories' are.
@@ -28,32 +24,7 @@ ROOT = Path(kernelgen.__file__).parent
 OWN = ("dispatch", "kernels", "launch", "library", "ops", "reference", "variants")
 
 
-class Idle:
-    """A kernel that does nothing."""
-
-    def __init__(self, spec: Any) -> None:
-        self.spec = spec
-
-    def entry(self, name: str, params: Any = None) -> Idle:
-        return self
-
-    def prepare(self, *where: Any, **shape: Any) -> Callable[[bytes], None]:
-        return lambda params: None
-
-
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Calls on the host go the way of an H200's, to kernels that do nothing."""
-    forget_calls()
-    monkeypatch.setattr(targets, "_cpu_target", lambda: Target("sm_90a", 132, 227 << 10))
-    monkeypatch.setattr(build, "kernel", Idle)
-    monkeypatch.setattr(generated, "_obtainable", lambda spec: yes())
-    with settings.override(backend="generated"):
-        yield
-    forget_calls()
-
-
-def test_a_call_leaves_nothing_but_what_is_lasting(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_leaves_nothing_but_what_is_lasting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prepared calls keep no tensor of the call that they come from: torch.compile looks for those before it captures a graph."""
     lasting: list[torch.Tensor] = []
     for module in (rope, moe, arguments):
@@ -74,13 +45,14 @@ def test_a_call_leaves_nothing_but_what_is_lasting(hopper: None, monkeypatch: py
     calls = operator_calls.calls(dtype=torch.bfloat16)
     gc.collect()
     before = set(storages())
-    for call in (*(lambda c=c: c.run("generated") for c in calls), *more):
-        call()
-        call()
-    operator_calls._plans.clear()
-    gc.collect()
-    left = {key: t for key, t in storages().items() if key not in before and not any(t is kept for kept in lasting)}
-    assert not left, [f"{t.dtype} {tuple(t.shape)}" for t in left.values()]
+    with idle_hopper():
+        for call in (*(lambda c=c: c.run("generated") for c in calls), *more):
+            call()
+            call()
+        operator_calls._plans.clear()
+        gc.collect()
+        left = {key: t for key, t in storages().items() if key not in before and not any(t is kept for kept in lasting)}
+        assert not left, [f"{t.dtype} {tuple(t.shape)}" for t in left.values()]
     assert len(lasting) >= 4  # two rotations, scales, a variant's words
 
 
