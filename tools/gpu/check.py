@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.parent.parent
 _CASES = "tools/gpu/sanitize_cases.py"
 _SANITIZER_PLACES = ("/usr/local/cuda/bin/compute-sanitizer", "/usr/local/cuda/compute-sanitizer/compute-sanitizer")
 # Ours have plain names; those of torch and of what it calls are C++ or generated ones.
-_OF_TORCH = "kernel_regex=^(_Z|void|nvjet|cutlass|sm[0-9]+_xmma|cublas|triton).*"
+_OF_TORCH = "regex=^(_Z|void|nvjet|cutlass|sm[0-9]+_xmma|cublas|triton).*"
 _TAIL = 40  # lines of a failed part that are shown
 
 
