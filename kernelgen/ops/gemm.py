@@ -31,7 +31,7 @@ from kernelgen.ops.products import (
     Output,
     Result,
     Weight,
-    alignment,
+    alignment_of_operands,
     as_batch,
     beta_of,
     check_addend,
@@ -49,6 +49,7 @@ from kernelgen.ops.products import (
     split_output,
 )
 from kernelgen.ops.weights import PackedWeight
+from kernelgen.problems.common import alignment_of
 from kernelgen.problems.gemm import GemmProblem
 from kernelgen.targets import Target, target_of
 from kernelgen.tensors import GemmTensors
@@ -244,9 +245,9 @@ def _describe(a: torch.Tensor, b: Weight, scale_a: torch.Tensor | None, scale_b:
         batch=a3.shape[0], m=a.shape[-2], n=n, k=k, a_dtype=dtype_name(a.dtype), out_dtype=dtype_name(result.dtype),
         a_order=order_of("a", a3), batched_b=bool(lead), bias=e.bias is not None, activation=e.activation,
         gate_up=e.gate_up, accumulate_c=e.c is not None, scales=scales, out_scale=e.out_scale,
-        accumulate=e.accumulate, deterministic=bool(e.deterministic), alignment=alignment(a3, b3, c3, out3), requires_grad=grad,
+        accumulate=e.accumulate, deterministic=bool(e.deterministic), requires_grad=grad,
         bias_dtype=dtype_name(e.bias.dtype) if e.bias is not None else None, c_dtype=dtype_name(e.c.dtype) if e.c is not None else None,
-        **words,
+        alignment=alignment_of_operands(a3, b3), out_alignment=alignment_of(c3, out3), **words,
     )
     out_scale = scale_view(e.out_scale, result.scale)
     return Described(problem, GemmTensors(a3, b3, out3, e.bias, c3, beta_of(e), view_a, view_b, zero, out_scale), result)

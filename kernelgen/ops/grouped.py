@@ -22,7 +22,7 @@ from kernelgen.ops.products import (
     Output,
     Result,
     Weight,
-    alignment,
+    alignment_of_operands,
     as_batch,
     beta_of,
     check_addend,
@@ -39,6 +39,7 @@ from kernelgen.ops.products import (
     split_output,
 )
 from kernelgen.ops.weights import PackedWeight
+from kernelgen.problems.common import alignment_of
 from kernelgen.problems.gemm import GroupedGemmProblem
 from kernelgen.settings import settings
 from kernelgen.targets import Target, target_of
@@ -214,9 +215,9 @@ def _describe(
         batch=groups, m=m, n=n, k=k, grouping=grouping, a_dtype=dtype_name(a.dtype), out_dtype=dtype_name(result.dtype),
         a_order=order_of("a", a3), batched_b=grouping != "k", bias=e.bias is not None, activation=e.activation, gate_up=e.gate_up,
         accumulate_c=e.c is not None, scales=scales, out_scale=e.out_scale, accumulate=e.accumulate, deterministic=bool(e.deterministic),
-        alignment=alignment(a3, b3, c3, out3), requires_grad=grad,
+        requires_grad=grad,
         bias_dtype=dtype_name(e.bias.dtype) if e.bias is not None else None, c_dtype=dtype_name(e.c.dtype) if e.c is not None else None,
-        **words,
+        alignment=alignment_of_operands(a3, b3), out_alignment=alignment_of(c3, out3), **words,
     )
     tensors = GroupedGemmTensors(a3, b3, out3, ends, bias, c3, beta_of(e), view_a, view_b, zero, scale_view(e.out_scale, result.scale))
     assert all(map(is_view, (a, result.out, result.scale))), "at most three dimensions are their own view"

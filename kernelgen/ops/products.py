@@ -59,8 +59,13 @@ def as_batch(t: torch.Tensor) -> torch.Tensor:
 
 
 def order_of(name: str, t: torch.Tensor) -> str:
-    """"row" if the last dimension is contiguous, "col" if the one before is; size-1 dimensions count as either."""
+    """"row" if the last dimension is contiguous, "col" if the one before is; size-1 dimensions count as either.
+
+    Of a single column whose rows are neighbours it is "col": seen as rows of one element each it would have no alignment.
+    """
     rows, columns = t.shape[-2:]
+    if columns <= 1 and rows > 1 and t.stride(-2) == 1:
+        return "col"
     if columns <= 1 or t.stride(-1) == 1:
         return "row"
     if rows <= 1 or t.stride(-2) == 1:
@@ -71,10 +76,9 @@ def order_of(name: str, t: torch.Tensor) -> str:
     )
 
 
-def alignment(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None, out: torch.Tensor) -> int:
-    """Alignment class with each operand seen along its contiguous dimension."""
-    views = [x.transpose(-1, -2) if order_of("", x) == "col" else x for x in (a, b)]
-    return alignment_of(*views, c, out)
+def alignment_of_operands(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Alignment class with each operand seen along its contiguous dimension; codes of a packed b along K."""
+    return alignment_of(*(x.transpose(-1, -2) if x.dtype != torch.uint8 and order_of("", x) == "col" else x for x in (a, b)))
 
 
 def split_output(out: Output, out_scale: str | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -196,7 +196,7 @@ class Config:
 def access(problem: GemmProblem) -> int:
     """Bytes of one access to a and b. The up half of a row-order b starts N / 2 elements into the row."""
     form = form_of(problem)
-    # Elements are always aligned to their size; the class is that of all tensors, an fp8 output's among them.
+    # Elements are always aligned to their size; the class is that of both operands, a 4-bit b's bytes among them.
     bits = max(problem.alignment, min(form.bits_a, max(form.bits_b, 8)) // 8)
     if splits(problem) and form.row_b:
         bits |= problem.n // 2 * form.bits_b // 8
@@ -311,7 +311,7 @@ def spec_parameters(problem: GemmProblem, config: Config, grouping: str = "kNone
 
 def _vector_out(p: GemmProblem) -> bool:
     """Rows of c and out take 16-byte accesses; those of a workspace are as long as the output is wide."""
-    return p.alignment == 16 and (p.out_scale is None or p.outputs % 4 == 0)
+    return p.out_alignment == 16 and (p.out_scale is None or p.outputs % 4 == 0)
 
 
 def _batch_stride(t: torch.Tensor | None, size: int = 1) -> int:

@@ -294,7 +294,7 @@ def spec(problem: GemmProblem, target: Target, config: Config) -> KernelSpec:
     p, c = problem, config
     parameters = options(
         p, c.tokens, mma_m=c.mma_m, tokens=c.tokens, stages=c.stages, blocks_k=c.blocks_k, groups=c.groups, split_k=c.split_k,
-        vector_out=True, shared_memory=shared_memory(p, c))
+        vector_out=p.out_alignment == 16, shared_memory=shared_memory(p, c))
     return KernelSpec.make(
         "_".join(["gemm_skinny_sm90", *words(p), *str(c).split()]), "gemm/skinny_sm90.cu.jinja", "nvrtc", parameters,
         params=PARAMS, params_type="kernelgen::SkinnySm90Params", entries=(ENTRY,), target=target,
@@ -330,7 +330,7 @@ def coverage() -> Iterable[tuple[GemmProblem, Config | None]]:
     """Problems that together reach every branch of the template."""
     base = GemmProblem(1, 16, 4096, 4096, "bf16", "bf16", "bf16", b_order="col")
     yield base, None
-    yield replace(base, m=1), Config(1, 8, 6, 2, 2, 2)
+    yield replace(base, m=1, out_alignment=2), Config(1, 8, 6, 2, 2, 2)
     yield replace(base, m=128, b_order="row", bias=True, bias_dtype="bf16", activation="silu"), Config(2, 128, 4, 1, 1, 4)
     yield replace(base, activation="swiglu", a_dtype="fp16", b_dtype="fp16", out_dtype="fp32"), Config(1, 16, 8, 2, 4, 2)
     yield replace(base, activation="geglu", gate_up="up_first", b_order="row"), Config(2, 16, 4, 2, 1, 1)
