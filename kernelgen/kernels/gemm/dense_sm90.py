@@ -13,7 +13,9 @@ from typing import Any
 
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
+from kernelgen.kernels.gemm.activations import splits
 from kernelgen.kernels.gemm.dense_configs import MEASURED, MIDDLE, QUANTIZING, Config, Measured
+from kernelgen.kernels.gemm.mma import RESERVED_SHARED_MEMORY
 from kernelgen.kernels.gemm.requantize import Requantization
 from kernelgen.kernels.gemm.sm90 import (
     BLOCK_RECIPES,
@@ -31,7 +33,6 @@ from kernelgen.kernels.gemm.sm90 import (
     requantized,
     round_up,
     scalars,
-    splits,
     supports_common,
     unquantized,
     words,
@@ -59,7 +60,6 @@ _SLAB_BYTES = MMA_ROWS * ROW_BYTES
 # Accumulators that leave a consumer's 240, 232 or 160 registers room for addresses and the epilogue.
 _MAX_SUMS = {1: 200, 2: 200, 3: 112}
 _MAX_RESIDENT_SUMS = {1: 200, 2: 96}  # of two blocks in an SM: ptxas gives a thread 128 registers
-_RESERVED_SHARED_MEMORY = 1024  # per block, taken by the driver
 
 
 def shared_memory(problem: GemmProblem, config: Config) -> int:
@@ -129,7 +129,7 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
     half = problem.n // 2
     shared = shared_memory(problem, c)
     limit = min(_MAX_SUMS.get(c.consumers, 0), _MAX_RESIDENT_SUMS.get(c.resident, 0))
-    per_block = (target.shared_memory_per_block + _RESERVED_SHARED_MEMORY) // c.resident - _RESERVED_SHARED_MEMORY
+    per_block = (target.shared_memory_per_block + RESERVED_SHARED_MEMORY) // c.resident - RESERVED_SHARED_MEMORY
     boxes_b = max(c.cluster_m, 2 if splits(problem) else 1)
     mn_boxes = (c.block_n // MMA_ROWS, boxes_b) if problem.b_order == "row" else (c.block_n // 8, boxes_b)
     return first_no(

@@ -12,15 +12,12 @@ from typing import Any
 
 from kernelgen.kernels.base import KernelFamily
 from kernelgen.kernels.gemm.mma import (
-    ACTIVATION_NAMES,
-    GATES,
     MAX_BLOCKS,
     PARAMS,
     PARAMS_TYPE,
     Config,
     closure,
     form_of,
-    gate_name,
     legal_config,
     spec_parameters,
     spec_words,
@@ -34,8 +31,6 @@ from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
 from kernelgen.tensors import GemmTensors
 from kernelgen.verdicts import Verdict, first_no
-
-__all__ = ["ACTIVATION_NAMES", "FAMILY", "GATES", "PARAMS", "Config", "bind", "candidates", "gate_name", "legal", "spec", "supports"]
 
 ENTRY = "gemm_mma"
 

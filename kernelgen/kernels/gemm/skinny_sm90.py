@@ -12,6 +12,8 @@ from itertools import product
 from typing import Any
 
 from kernelgen.kernels.base import KernelFamily
+from kernelgen.kernels.gemm.activations import splits
+from kernelgen.kernels.gemm.mma import RESERVED_SHARED_MEMORY
 from kernelgen.kernels.gemm.requantize import Requantization
 from kernelgen.kernels.gemm.sm90 import (
     BLOCK_RECIPES,
@@ -27,7 +29,6 @@ from kernelgen.kernels.gemm.sm90 import (
     requantized,
     round_up,
     scalars,
-    splits,
     supports_common,
     unquantized,
     words,
@@ -53,7 +54,6 @@ MAX_ROWS = 1024  # of a; above it tiles of 128 rows fill the chip without shares
 _TOKENS = (8, 16, 32, 64, 128)
 _MOST_TOKENS = 256  # what a box has
 _MAX_SUMS = {1: 192, 2: 160, 4: 64}  # by warpgroups, which share the registers
-_RESERVED_SHARED_MEMORY = 1024  # per block, taken by the driver
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ def _cost(problem: GemmProblem, target: Target, config: Config) -> float:
     row_tiles = -(-problem.m // c.tokens)
     blocks = row_tiles * -(-problem.n // c.columns) * problem.batch * c.split_k
     shared = shared_memory(problem, c)
-    resident = max(1, (target.shared_memory_per_block + _RESERVED_SHARED_MEMORY) // (shared + _RESERVED_SHARED_MEMORY))
+    resident = max(1, (target.shared_memory_per_block + RESERVED_SHARED_MEMORY) // (shared + RESERVED_SHARED_MEMORY))
     slots = sms * resident
     waves = -(-blocks // slots)
     steps = _split(problem, c)[1] * c.blocks_k

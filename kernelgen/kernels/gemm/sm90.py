@@ -10,7 +10,7 @@ import torch
 
 from kernelgen.dtypes import DTYPES
 from kernelgen.errors import LayoutError
-from kernelgen.kernels.gemm.gemm_mma import ACTIVATION_NAMES, gate_name
+from kernelgen.kernels.gemm.activations import ACTIVATION_NAMES, gate_name, splits
 from kernelgen.kernels.gemm.requantize import TEMPLATE, Requantization
 from kernelgen.problems.gemm import MORE_ACTIVATIONS, GemmProblem
 from kernelgen.specs import KernelSpec
@@ -27,11 +27,6 @@ _OUTPUTS = ("bf16", "fp16", "fp32")
 _MAX_EXTENT = (1 << 31) - (1 << 10)  # tile indices past the end of m, n and k stay within int32
 Problem = TypeVar("Problem", bound=GemmProblem)
 Quantize = Callable[[torch.Tensor, Any, int], None]  # workspace, tensors of the product, address of ends
-
-
-def splits(problem: GemmProblem) -> bool:
-    """Gate and up are halves of b: two boxes bring them side by side."""
-    return problem.gated and problem.gate_up != "interleaved"
 
 
 def promotes(problem: GemmProblem) -> bool:
