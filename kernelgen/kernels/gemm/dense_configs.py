@@ -57,10 +57,6 @@ class Config:
         """Of a cluster."""
         return self.cluster_m * self.cluster_n * self.split_k
 
-    def tma_out(self, gated: bool) -> bool:
-        """The output leaves in slabs of 128 bytes of a row, the last of a multiple of 16 columns."""
-        return self.split_k == 1 and self.outputs(gated) % 16 == 0
-
     def outputs(self, gated: bool) -> int:
         """Columns of the output in a tile."""
         return self.block_n // (2 if gated else 1)

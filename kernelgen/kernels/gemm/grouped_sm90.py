@@ -43,6 +43,8 @@ def legal(problem: GroupedGemmProblem, target: Target, config: Config) -> Verdic
         # Two tiles' addresses and groups beside the sums: 92 - 336 bytes spilled with an epilogue.
         (not c.pingpong or c.mma_m * c.block_n <= 256 or not (problem.activation or problem.bias or problem.accumulate_c),
          f"config {c}: an epilogue leaves too few registers for {c.mma_m * c.block_n // 2} sums"),
+        (not c.pingpong or not (problem.gate_up == "interleaved" and problem.gated and problem.bias),
+         f"config {c}: biases of neighbours leave too few registers"),  # 4 bytes, of 256 sums
         # 68 - 76 bytes.
         (c.mma_m == 1 or promotes(problem) or not quantizes(problem),
          f"config {c}: results on their way to codes do not fit beside the sums"),

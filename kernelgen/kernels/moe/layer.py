@@ -89,18 +89,18 @@ def _product(p: MoeProblem, index: int) -> GroupedGemmProblem:
     a_dtype = p.weight_dtype if p.weight_dtype in _FP8 else p.x_dtype
     width, n = (p.hidden, p.wide) if index == 0 else (p.intermediate, p.hidden)
     outputs = p.intermediate if index == 0 else p.hidden
-    bias = (p.bias13_dtype, p.bias2_dtype)[index]
+    bias, alignment = (p.bias13_dtype, p.bias2_dtype)[index], _row_alignment(p, (width, a_dtype), (outputs, p.x_dtype))
     return GroupedGemmProblem(
         batch=p.experts, m=p.slots, n=n, k=width, a_dtype=a_dtype, out_dtype=p.x_dtype, a_order="row", b_order="col", batched_b=True,
         bias=bias is not None, bias_dtype=bias, activation=_activation(p) if index == 0 else None, gate_up=p.gate_up,
-        deterministic=p.deterministic, alignment=_row_alignment(p, (width, a_dtype), (outputs, p.x_dtype)), grouping="rows",
+        deterministic=p.deterministic, alignment=alignment, out_alignment=alignment, grouping="rows",
         **_weight_words(p, index))
 
 
 def _codes(up: GroupedGemmProblem, p: MoeProblem) -> GroupedGemmProblem:
     """Up whose output are codes, with a scale for 128 of a row."""
     alignment = _row_alignment(p, (p.hidden, p.weight_dtype), (p.intermediate, p.weight_dtype))
-    return replace(up, out_dtype=p.weight_dtype, out_scale="block_1x128", alignment=alignment)
+    return replace(up, out_dtype=p.weight_dtype, out_scale="block_1x128", alignment=alignment, out_alignment=alignment)
 
 
 def writes_codes(problem: MoeProblem, target: Target) -> bool:
@@ -123,9 +123,10 @@ def _shared(p: MoeProblem, index: int) -> GemmProblem:
     inner = p.shared or 0
     n, width = (2 * inner if p.gated else inner, p.hidden) if index == 0 else (p.hidden, inner)
     outputs = inner if index == 0 else p.hidden
+    alignment = _row_alignment(p, (width, p.x_dtype), (outputs, p.x_dtype))
     return GemmProblem(
         1, p.tokens, n, width, p.x_dtype, p.x_dtype, p.x_dtype, b_order="col", activation=_activation(p) if index == 0 else None,
-        gate_up=p.gate_up, deterministic=p.deterministic, alignment=_row_alignment(p, (width, p.x_dtype), (outputs, p.x_dtype)))
+        gate_up=p.gate_up, deterministic=p.deterministic, alignment=alignment, out_alignment=alignment)
 
 
 def _routed(p: MoeProblem) -> bool:

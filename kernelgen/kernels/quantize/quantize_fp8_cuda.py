@@ -10,7 +10,7 @@ import torch
 
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
-from kernelgen.kernels.gemm.mma import ACTIVATION_NAMES, GATES
+from kernelgen.kernels.gemm.activations import ACTIVATION_NAMES, gate_name
 from kernelgen.kernels.rowwise import MAX_BLOCKS
 from kernelgen.params import ParamStruct
 from kernelgen.problems.gemm import ACTIVATIONS
@@ -132,7 +132,7 @@ def parameters(problem: QuantizeProblem, config: Config, limited: bool) -> dict[
     access_x, access_codes = _access(p)
     return dict(
         element=DTYPES[p.dtype].cuda, code=_CODES[p.code_dtype], recipe=_RECIPE_NAMES[p.recipe],
-        activation=ACTIVATION_NAMES[p.activation], gate=GATES[p.gate_up] if p.gated else "kNone", threads=c.threads, lanes=c.lanes,
+        activation=ACTIVATION_NAMES[p.activation], gate=gate_name(p), threads=c.threads, lanes=c.lanes,
         kept=c.kept, access_x=access_x, access_codes=access_codes, limited=limited)
 
 

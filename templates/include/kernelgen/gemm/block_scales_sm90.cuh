@@ -88,14 +88,17 @@ struct BlockScales {
   __device__ static void gather(uint32_t target, const DenseSm90Params& p, const OutputTile& tile, int block) {
     const float* a = p.scale_a + tile.batch_a * p.scale_a_batch + static_cast<int64_t>(block) * p.scale_a_block;
     const float* b = p.scale_b + tile.batch_b * p.scale_b_batch + static_cast<int64_t>(block) * p.scale_b_block;
-#pragma unroll 1  // this warp has 40 registers
+    // This warp has 40 registers: its lane is read anew, or ptxas keeps all that follows from it from tile to tile, and spills.
+    int lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+#pragma unroll 1
     for (int i = 0; i < BlockM / kWarpSize; ++i) {
-      const int row = i * kWarpSize + lane_id();
+      const int row = i * kWarpSize + lane;
       cp_async_4(target + row_at(row), a + static_cast<int64_t>(min(tile.m + row, p.m - 1)) * p.scale_a_row);
     }
 #pragma unroll 1
     for (int i = 0; i < ceil_div(kRuns, kWarpSize); ++i) {
-      const int run = i * kWarpSize + lane_id();
+      const int run = i * kWarpSize + lane;
       const int column = min(Epilogue::column_of_b(p, tile.n, run * kRun), p.n - 1) / Options::kScaleColumns;
       if (run < kRuns) cp_async_4(target + kColumnsAt + run * 4, b + static_cast<int64_t>(column) * p.scale_b_column);
     }

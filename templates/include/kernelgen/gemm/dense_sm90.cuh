@@ -360,7 +360,7 @@ struct DenseSm90 : Options {
       index += step;
     }
     if (kPingpong) step *= 2;
-    Epilogue epilogue{shared + kStoreAt + group * Epilogue::kStoreBytes, group};
+    Epilogue epilogue{shared + kStoreAt};
     Sums sums;
     OutputTile tile;
     for (; tiles.find(p, index, tile); index += step) {
