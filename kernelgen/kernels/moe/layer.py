@@ -192,12 +192,12 @@ class _Weight:
 
 
 class _Address:
-    """A part of a workspace, as a repeated call needs it: views would cost it as much time as the launches."""
+    """A part of a workspace, which it keeps alive, as a repeated call needs it: views would cost it as much time as the launches."""
 
-    __slots__ = ("address",)
+    __slots__ = ("address", "memory")
 
-    def __init__(self, address: int) -> None:
-        self.address = address
+    def __init__(self, address: int, memory: torch.Tensor) -> None:
+        self.address, self.memory = address, memory
 
     def data_ptr(self) -> int:
         return self.address
@@ -223,7 +223,7 @@ class _Workspace:
             return whole, offsets, rows, slots.view(p.tokens, p.k)
         first = whole.data_ptr()
         behind = first + 4 * p.experts
-        return whole, _Address(first), _Address(behind), _Address(behind + 4 * p.slots)
+        return whole, _Address(first, whole), _Address(behind, whole), _Address(behind + 4 * p.slots, whole)
 
     def rows(self, width: int) -> torch.Tensor:
         return torch.empty((1, self.p.slots, width), dtype=self.dtype, device=self.device)
@@ -336,7 +336,7 @@ def _bind_routed(
                                       alpha, limit), run)
         if work.recipe_hidden and not codes_of_up:
             codes, scale_hidden = work.quantized(p.slots, p.intermediate, work.recipe_hidden, run)
-            used: Any = _Address(memory.data_ptr() + 4 * (p.experts - 1))  # where the last expert's rows end
+            used: Any = _Address(memory.data_ptr() + 4 * (p.experts - 1), memory)  # where the last expert's rows end
             call("quantize_hidden", QuantizeTensors(hidden, codes, scale_hidden, used), run)
             hidden = codes
         made = work.rows(p.hidden) if work.recipe_x else rows  # the rows of x are no longer needed
