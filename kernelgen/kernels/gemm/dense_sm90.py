@@ -13,7 +13,7 @@ from typing import Any
 
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
-from kernelgen.kernels.gemm.dense_configs import MEASURED, MIDDLE, QUANTIZING, Config, Measured
+from kernelgen.kernels.gemm.dense_configs import GROUPED, MEASURED, MIDDLE, QUANTIZING, Config, Measured
 from kernelgen.kernels.gemm.requantize import Requantization
 from kernelgen.kernels.gemm.sm90 import (
     BLOCK_RECIPES,
@@ -165,6 +165,8 @@ def _in_middle(problem: GemmProblem) -> bool:
 def _measured(problem: GemmProblem) -> tuple[Measured, ...]:
     """Of the problem's kind."""
     kind = kind_of_sums(problem)
+    if problem.op == "grouped_gemm" and not quantizes(problem):
+        return (*GROUPED.get(kind, ()), *MEASURED[kind])
     return (*(MIDDLE if _in_middle(problem) else MEASURED[kind]), *(QUANTIZING.get(kind, ()) if quantizes(problem) else ()))
 
 
@@ -274,7 +276,7 @@ def spec_of(problem: GemmProblem, target: Target, config: Config, entry: str, gr
     parameters = options(
         p, c.block_n // c.parts, mma_m=c.mma_m, consumers=c.consumers, block_n=c.block_n, parts=c.parts, stages=c.stages,
         cluster_m=c.cluster_m, cluster_n=c.cluster_n, split_k=c.split_k, resident=c.resident, band_rows=c.band_rows,
-        pingpong=c.pingpong, slabs=c.slabs, tma_out=c.tma_out(p.gated), quantize=quantizes(p), gather=p.gathered,
+        pingpong=c.pingpong, slabs=c.slabs, tma_out=c.tma_out(p.gated), quantize=quantizes(p), gather=p.gathered, row_boxes=c.row_boxes,
         shared_memory=shared_memory(p, c),
         entry=entry, grouping=grouping)
     return KernelSpec.make(
@@ -289,10 +291,10 @@ def _maps(problem: GemmProblem, config: Config, t: Any, box_a: int) -> list[Any]
     k = depth(p)
     boxes_b = max(c.cluster_m, 2 if splits(p) else 1)
     major_a, major_b = p.a_order == "row", p.b_order == "col"
-    maps = [] if p.gathered else [
-        tensor_map("map_a", "a", t.a if major_a else t.a.mT, (k, box_a) if major_a else (MMA_ROWS, k))]
-    maps.append(
-        tensor_map("map_b", "b", t.b.mT if major_b else t.b, (k, c.block_n // boxes_b) if major_b else (MMA_ROWS, k)))
+    maps = []
+    if not p.gathered or c.row_boxes:
+        maps.append(tensor_map("map_a", "a", t.a if major_a else t.a.mT, (k, 1 if p.gathered else box_a) if major_a else (MMA_ROWS, k)))
+    maps.append(tensor_map("map_b", "b", t.b.mT if major_b else t.b, (k, c.block_n // boxes_b) if major_b else (MMA_ROWS, k)))
     out_bytes = DTYPES[p.out_dtype].bytes
     if c.tma_out(p.gated):
         columns, outputs = ROW_BYTES // out_bytes, c.block_n // (2 if p.gated else 1)
