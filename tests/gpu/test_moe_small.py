@@ -93,9 +93,10 @@ def test_shards() -> None:
     check(c | {"expert_map": table}, "a table")
 
 
-def test_through_l1() -> None:
+def test_held_rows_and_rows_that_come_with_weights() -> None:
     for name, tokens in (("mixtral", 9), ("deepseek fp8", 2), ("gpt-oss", 9)):
-        check(CASES[name](tokens), name, Config(4, 16, 8, 4, 1, 16, 8, 2, 4, cached_x=True))
+        for held in ((True, True), (True, False), (False, False)):
+            check(CASES[name](tokens), f"{name} {held}", Config(4, 16, 8, 4, 1, 16, 8, 2, 4, *held))
 
 
 def test_one_token_by_dispatch() -> None:

@@ -45,6 +45,7 @@ _STEP = 128              # bytes of a row that a warp multiplies at a time
 _BLOCKS = "block_128x128"
 _RESERVED = 1024         # bytes of shared memory per block, taken by the driver
 _IN_FLIGHT = 72 << 10    # bytes of weights on their way to an SM: 34 KB are what it takes in a microsecond
+_HELD_TOKENS = 8         # up to which rows stay in shared memory
 _SMS = 132               # where a target does not say
 
 
@@ -57,7 +58,8 @@ class Config:
     warps        of a block; those of up share K, of down ``down_split`` of them do
     stages       of a warp's ring, of 128 bytes of each row
     up_blocks    per SM
-    cached_x     copies of x and of hidden rows go through L1. Right on an H200, never timed: no candidate has it
+    up_held      rows of x of all tokens stay in shared memory; down_held: so do the hidden rows of all slots. fp8 weights are then widened to
+                 fp16, bf16 rows made so once
     """
 
     tokens: int
@@ -69,12 +71,13 @@ class Config:
     down_warps: int
     down_split: int
     down_stages: int
-    cached_x: bool = False
+    up_held: bool = False
+    down_held: bool = False
 
     def __str__(self) -> str:
         c = self
-        return (f"t{c.tokens} up{c.up_rows} w{c.up_warps} s{c.up_stages} b{c.up_blocks} "
-                f"down{c.down_rows} w{c.down_warps} k{c.down_split} s{c.down_stages}" + (" l1" if c.cached_x else ""))
+        return (f"t{c.tokens} up{c.up_rows} w{c.up_warps} s{c.up_stages} b{c.up_blocks}" + " held" * c.up_held +
+                f" down{c.down_rows} w{c.down_warps} k{c.down_split} s{c.down_stages}" + " held" * c.down_held)
 
 
 def _recipes(p: MoeProblem) -> tuple[str, str]:
@@ -92,27 +95,35 @@ def _per_chunk(p: MoeProblem) -> int:
     return 32 if p.packed else 16 // DTYPES[p.weight_dtype].bytes
 
 
-def _stage(p: MoeProblem, config: Config, rows: int, recipe: str, gated: bool) -> int:
+def _held(p: MoeProblem, width: int, split: int, rows: int) -> int:
+    """Bytes of rows that stay in shared memory, and of their factors (small_rows.cuh)."""
+    steps = -(-_row_bytes(p, width) // (split * _STEP))
+    return rows * split * (steps * 16 * _per_chunk(p) + 4)
+
+
+def _stage(p: MoeProblem, config: Config, rows: int, recipe: str, gated: bool, held: bool) -> int:
     """SmallStream::kStageBytes of the header."""
     scales = 0 if recipe != _BLOCKS else max(2, rows // 8) if gated else rows // 8
     words = 3 * rows if p.packed else scales
-    return rows * _STEP + config.tokens * _STEP * _per_chunk(p) // 8 + -(-4 * words // 16) * 16
+    return rows * _STEP + (0 if held else config.tokens * _STEP * _per_chunk(p) // 8) + -(-4 * words // 16) * 16
 
 
 def _rings(p: MoeProblem, config: Config) -> tuple[int, int]:
     """Bytes in front of the routing of up, and of the results of down."""
     c, (first, second) = config, _recipes(p)
     sums = 2 * c.up_warps * -(-c.up_rows // 16) * -(-c.tokens // 8) * 512
-    return (c.up_warps * c.up_stages * _stage(p, c, c.up_rows, first, p.gated) + sums,
-            c.down_warps * c.down_stages * _stage(p, c, c.down_rows, second, False))
+    return (c.up_warps * c.up_stages * _stage(p, c, c.up_rows, first, p.gated, c.up_held) + sums,
+            c.down_warps * c.down_stages * _stage(p, c, c.down_rows, second, False, c.down_held))
 
 
 def shared_memory(problem: MoeProblem, config: Config) -> tuple[int, int]:
     """Dynamic shared memory in bytes of the two launches."""
     p, c = problem, config
-    routing = 4 * (p.experts + 5 * p.slots + 1)
+    routing = -(-4 * (p.experts + 5 * p.slots + 1) // 16) * 16  # SmallRouting::bytes
     up, down = _rings(p, c)
-    return up + routing, down + 4 * c.down_split * p.slots * c.down_rows + routing
+    down += 4 * c.down_split * p.slots * c.down_rows
+    return (up + routing + (_held(p, p.hidden, c.up_warps, p.tokens) if c.up_held else 0),
+            down + routing + (_held(p, p.intermediate, c.down_split, p.slots) if c.down_held else 0))
 
 
 def supports(problem: MoeProblem, target: Target) -> Verdict:
@@ -197,13 +208,18 @@ def _downs(p: MoeProblem, sms: int) -> list[tuple[int, int, int, int]]:
 
 
 def candidates(problem: MoeProblem, target: Target) -> Iterator[Config]:
-    """Legal configs, best guess first: where shared memory is short, with fewer stages and then with fewer tokens at a time."""
+    """Legal configs, best guess first. Where shared memory is short: fewer stages, then rows that come with the weights, then fewer tokens
+    at a time.
+    """
     p, sms = problem, target.sm_count or _SMS
     most, shapes = _tokens(p), list(product(_ups(p, sms), _downs(p, sms)))
+    holding = product((True, False), (True, False)) if p.tokens <= _HELD_TOKENS else ((False, False),)
+    helds, fewers = list(holding), (0, 2, 4, 8)
     for tokens in (n for n in reversed(_TOKENS) if n <= most):
         for (rows, warps, stages, blocks), (down_rows, down_warps, split, down_stages) in shapes:
-            for fewer in (0, 2, 4, 8):
-                c = Config(tokens, rows, warps, max(2, stages - fewer), blocks, down_rows, down_warps, split, max(2, down_stages - fewer))
+            for (up, down), fewer in product(helds, fewers):
+                c = Config(tokens, rows, warps, max(2, stages - fewer), blocks, down_rows, down_warps, split, max(2, down_stages - fewer),
+                           up, down)
                 if legal(p, target, c):
                     yield c
                     break
@@ -226,7 +242,8 @@ def spec(problem: MoeProblem, target: Target, config: Config) -> KernelSpec:
         clamped=p.limit and p.gated, on_input=p.weights_on_input, blocks13=recipes[0] == _BLOCKS, blocks2=recipes[1] == _BLOCKS,
         scale13=recipes[0] not in ("", _BLOCKS), scale2=recipes[1] not in ("", _BLOCKS), bias13=p.bias13, bias2=p.bias2,
         tokens=c.tokens, up_rows=c.up_rows, up_warps=c.up_warps, up_stages=c.up_stages, down_rows=c.down_rows, down_warps=c.down_warps,
-        down_split=c.down_split, down_stages=c.down_stages, cached_x=c.cached_x, up_bytes=rings[0], down_bytes=rings[1])
+        down_split=c.down_split, down_stages=c.down_stages, up_held=c.up_held, down_held=c.down_held,
+        up_bytes=rings[0], down_bytes=rings[1])
     return KernelSpec.make(
         "_".join(["moe_small_cuda", *names, *str(c).split()]), "moe/small_cuda.cu.jinja", "nvrtc", parameters, params=PARAMS,
         params_type="kernelgen::MoeSmallParams", entries=(UP, DOWN), target=target)
@@ -301,7 +318,7 @@ def coverage() -> Iterable[tuple[MoeProblem, Config | None]]:
     blocks = replace(base, weight_dtype="e4m3", scales=_BLOCKS)
     yield blocks, None
     yield replace(blocks, tokens=8, experts=256, hidden=7168, intermediate=256), None
-    yield replace(blocks, tokens=8), Config(4, 8, 8, 8, 1, 8, 8, 4, 6, cached_x=True)
+    yield replace(blocks, tokens=8), Config(4, 8, 8, 8, 1, 8, 8, 4, 6, up_held=True)
     mxfp4 = PackedForm("mxfp4", 32, "e8m0", False)
     yield (replace(base, hidden=2880, intermediate=2880, k=4, weight_dtype="mxfp4", packed=(mxfp4, mxfp4), activation="swiglu_oai",
                    limit=True, bias13=True, bias2=True, bias13_dtype="bf16", bias2_dtype="bf16", gate_up="interleaved"), None)

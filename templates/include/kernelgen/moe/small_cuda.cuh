@@ -94,6 +94,7 @@ struct MoeSmallUp : SmallStream<Options, true> {
   }
 
   __device__ void work(uint32_t shared, int warp) {
+    const MoeSmallParams& p = this->p;
     const int total = this->tiles * this->units, stride = gridDim.x;
     auto next = this->begin(blockIdx.x, stride, total);
 #pragma unroll 1
@@ -102,6 +103,11 @@ struct MoeSmallUp : SmallStream<Options, true> {
       this->copy_x(next, this->stage_at(i));
       cp_async_commit();
       this->advance(next);
+    }
+    if constexpr (Stream::kHeld) {
+      const T* x = static_cast<const T*>(p.x);
+      this->held.bring([&](int row) { return x + row * p.x_row; }, this->part, 0, 1);
+      __syncwarp();  // this warp's part of x is there
     }
     int turn = 0;
     for (int at = blockIdx.x; at < total; at += stride, ++turn) {
@@ -128,7 +134,7 @@ struct MoeSmallUp : SmallStream<Options, true> {
     const Routing routing(shared_memory + kRoutingAt, p);
     routing.find(p, Stream::kThreads);
     const int warp = warp_id();
-    MoeSmallUp(p, routing, shared, warp, ceil_div(p.inner, Stream::kOutputs)).work(shared, warp);
+    MoeSmallUp(p, routing, shared, shared + kRoutingAt + Routing::bytes(p), warp, ceil_div(p.inner, Stream::kOutputs)).work(shared, warp);
   }
 };
 
@@ -191,14 +197,22 @@ struct MoeSmallDown : SmallStream<Options, false> {
 #pragma unroll 1
     for (int i = 0; i < kAhead; ++i) {
       this->copy_weights(next, this->stage_at(i));
+      if (Stream::kHeld) cp_async_commit();
       this->advance(next);
     }
     join_previous_kernel();
+    if constexpr (Stream::kHeld) {
+      const T* hidden = static_cast<const T*>(this->p.hidden);
+      const int64_t inner = this->p.inner;
+      this->held.bring([&](int slot) { return hidden + slot * inner; }, this->part, team, kTeams);
+      __syncthreads();  // all hidden rows are there
+    } else {
 #pragma unroll 1
-    for (int i = 0; i < kAhead; ++i) {
-      this->copy_x(behind, this->stage_at(i));
-      cp_async_commit();
-      this->advance(behind);
+      for (int i = 0; i < kAhead; ++i) {
+        this->copy_x(behind, this->stage_at(i));
+        cp_async_commit();
+        this->advance(behind);
+      }
     }
     for (int at = team; at < this->units; at += kTeams) {
       Sums sums;
@@ -217,7 +231,7 @@ struct MoeSmallDown : SmallStream<Options, false> {
     const Routing routing(shared_memory + kResultsAt + 4 * results, p);
     routing.find(p, Stream::kThreads);  // what it reads was there before the kernel in front began
     const int warp = warp_id();
-    MoeSmallDown(p, routing, shared, warp, 0).work(reinterpret_cast<float*>(shared_memory + kResultsAt), warp);
+    MoeSmallDown(p, routing, shared, shared + kResultsAt + 4 * results + Routing::bytes(p), warp, 0).work(reinterpret_cast<float*>(shared_memory + kResultsAt), warp);
   }
 };
 

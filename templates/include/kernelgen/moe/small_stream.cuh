@@ -2,7 +2,7 @@
 // with others.
 //
 //   stage   128 bytes of each of kRows rows (twice 16 bytes a lane: 8 rows are 1,024 bytes), as many elements of kTokens rows of x, and
-//           the scales of blocks
+//           the scales of blocks; where rows of x are held (small_rows.cuh) none of these
 //   copies  cp.async, kStages - 1 steps ahead of the products, over the ends of the units: a warp that begins a new expert has its
 //           first rows already
 //   product mma m16n8k16, rows of weights as A, tokens as its eight columns
@@ -12,23 +12,26 @@
 #pragma once
 
 #include <kernelgen/cuda/cp_async.cuh>
-#include <kernelgen/cuda/cp_async_cached.cuh>
 #include <kernelgen/cuda/dependent.cuh>
 #include <kernelgen/cuda/ldmatrix.cuh>
 #include <kernelgen/cuda/mma.cuh>
 #include <kernelgen/gemm/gate.cuh>
 #include <kernelgen/moe/small_routing.cuh>
+#include <kernelgen/moe/small_rows.cuh>
 #include <kernelgen/moe/small_weights.cuh>
 
 namespace kernelgen {
 
 // `Options` is the rendered file's struct of compile-time constants: T (of x), Code (of w13, w2), Index, Weight, Bias13, Bias2; kMap,
 // kGate, kActivation, kClamped, kOnInput; kBlocks13, kBlocks2 (scales of 128 x 128), kScale13, kScale2 (of rows), kBias13, kBias2; kTokens;
-// kUpRows, kUpWarps, kUpStages; kDownRows, kDownWarps, kDownSplit, kDownStages; kCachedX (copies of x and hidden rows through L1).
+// kUpRows, kUpWarps, kUpStages, kUpHeld; kDownRows, kDownWarps, kDownSplit, kDownStages, kDownHeld (held: rows of x, or of hidden values, of
+// all tokens stay in shared memory).
 template <class Options, bool kUp>
 struct SmallStream : Options {
   using T = typename Options::T;
-  using Weights = SmallWeights<T, typename Options::Code>;
+  static constexpr bool kHeld = kUp ? Options::kUpHeld : Options::kDownHeld;
+  using Weights = SmallWeights<T, typename Options::Code, kHeld>;
+  using Operand = typename Weights::Operand;
   using Routing = SmallRouting<Options>;
   using Options::kTokens;
 
@@ -48,7 +51,7 @@ struct SmallStream : Options {
   static constexpr int kHalves = 2, kStepBytes = kHalves * 64;  // of a row
   static constexpr int kStepDepth = kHalves * Weights::kDepth;  // elements
   static constexpr int kTokenBytes = kTokens * 64;              // of a chunk of 8 elements of each lane
-  static constexpr int kXAt = kEights * kHalves * 512, kScalesAt = kXAt + kHalves * Weights::kChunksOfX * kTokenBytes;
+  static constexpr int kXAt = kEights * kHalves * 512, kScalesAt = kXAt + (kHeld ? 0 : kHalves * Weights::kChunksOfX * kTokenBytes);
   // A row's scales of 32 in a step are 8 bytes of any alignment: the words that hold them, dealt to the lanes.
   static constexpr bool kFourBit = Weights::kFourBit;
   static constexpr int kScaleWords = kFourBit ? 3 * kRows : 0, kScaleCopies = ceil_div(kScaleWords, kWarpSize);
@@ -59,9 +62,11 @@ struct SmallStream : Options {
   static_assert(kWarps % kSplit == 0, "teams of warps");
 
   using Sums = float[kTiles][kColumns][4];
+  using Rows = SmallRows<T, Operand, Weights::kPerChunk, kSplit>;
 
   const MoeSmallParams& p;
   const Routing& routing;
+  Rows held;
   uint32_t ring;           // this warp's
   int lane, group, place;  // row or token of a fragment, and which of its quad
   int part;                // of K
@@ -69,11 +74,13 @@ struct SmallStream : Options {
   int tiles, units;        // of outputs, of the routing
   int stage = 0;           // that is multiplied next
 
-  __device__ SmallStream(const MoeSmallParams& p, const Routing& routing, uint32_t shared, int warp, int tiles)
+  // `rows`: where those that are held lie.
+  __device__ SmallStream(const MoeSmallParams& p, const Routing& routing, uint32_t shared, uint32_t rows, int warp, int tiles)
       : p(p), routing(routing), ring(shared + warp * kStages * kStageBytes), lane(lane_id()), group(lane / 4), place(lane % 4),
         part(warp % kSplit), tiles(tiles), units(*routing.units) {
     bytes = (kUp ? p.width : p.inner) / Weights::kPerChunk * 16;
     steps = ceil_div(bytes, kSplit * kStepBytes);
+    held.pieces = rows, held.rows = kUp ? p.tokens : p.tokens * p.k, held.steps = steps, held.depth = kUp ? p.width : p.inner;
   }
 
   // Row `i` of the eight rows `eight` of a tile whose first output is `output`.
@@ -125,8 +132,8 @@ struct SmallStream : Options {
       c.weights[i] = base + row * (kUp ? p.w13_row : p.w2_row) + part * kStepBytes + place * 16;
     }
 #pragma unroll
-    for (int t = 0; t < kColumns; ++t) {
-      const int slot = routing.sorted[unit.first + min(8 * t + group, unit.count - 1)];
+    for (int t = 0; t < kColumns && !kHeld; ++t) {
+      const int slot = slot_of(unit, 8 * t + group);
       c.x[t] = kUp ? static_cast<const T*>(p.x) + slot / p.k * p.x_row : static_cast<const T*>(p.hidden) + static_cast<int64_t>(slot) * p.inner;
       c.x[t] += part * kStepDepth + place * Weights::kPerChunk;
     }
@@ -147,6 +154,12 @@ struct SmallStream : Options {
     }
   }
 
+  // Of a column of a product; behind the unit's tokens the last one's.
+  __device__ int slot_of(const typename Routing::Unit& unit, int column) const {
+    return routing.sorted[unit.first + min(column, unit.count - 1)];
+  }
+  __device__ int held_row(int slot) const { return kUp ? slot / p.k : slot; }
+
   // E8M0 scales of a row.
   __device__ const char* scales_of(int expert, int output, int eight, int i) const {
     const int row = min(row_of(p, output, eight, i), last_row(p));
@@ -162,7 +175,7 @@ struct SmallStream : Options {
 #pragma unroll
       for (int i = 0; i < kEights; ++i) c.weights[i] += kSplit * kStepBytes;
 #pragma unroll
-      for (int t = 0; t < kColumns; ++t) c.x[t] += kSplit * kStepDepth;
+      for (int t = 0; t < kColumns && !kHeld; ++t) c.x[t] += kSplit * kStepDepth;
 #pragma unroll
       for (int i = 0; i < kScaleCopies; ++i) c.words[i] += kSplit * kScaleStep, c.left[i] -= kSplit * kScaleStep;
       return;
@@ -200,7 +213,7 @@ struct SmallStream : Options {
   }
 
   __device__ void copy_x(const Cursor& c, uint32_t stage) const {
-    if (c.at >= c.total) return;
+    if (kHeld || c.at >= c.total) return;
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
       const bool valid = exists(c, half);
@@ -210,12 +223,7 @@ struct SmallStream : Options {
 #pragma unroll
           for (int i = 0; i < Weights::kChunksOfX; ++i) {
             const uint32_t target = stage + kXAt + (half * Weights::kChunksOfX + i) * kTokenBytes + t * 512 + lane * 16;
-            const T* source = c.x[t] + half * Weights::kDepth + 8 * i;
-            if constexpr (Options::kCachedX) {
-              cp_async_16_cached(target, source, valid);
-            } else {
-              cp_async_16(target, source, valid);
-            }
+            cp_async_16(target, c.x[t] + half * Weights::kDepth + 8 * i, valid);
           }
         }
       }
@@ -229,20 +237,23 @@ struct SmallStream : Options {
 
   using Factor = typename Weights::Factor;
 
+  // Where a lane finds its piece of x of a step, and how far from it the next one is.
+  struct X {
+    uint32_t at[kColumns];
+    int next;
+  };
+
   // One half's products: rows and x as they lie in a stage. `fresh`: the sums are nothing yet.
   template <bool Large>
-  __device__ void multiply_half(Sums& sums, uint32_t from, int half, bool fresh, const Factor (&factors)[2 * kTiles]) const {
+  __device__ void multiply_half(Sums& sums, uint32_t from, const X& of_x, int half, bool fresh, const Factor (&factors)[2 * kTiles]) const {
     uint32_t rows[2 * kTiles][4], x[kColumns][Weights::kChunksOfX][4];
 #pragma unroll
     for (int i = 0; i < kEights; ++i) load_chunk(rows[i], from + (i * kHalves + half) * 512 + lane * 16);
     if constexpr (kEights == 1) rows[1][0] = rows[1][1] = rows[1][2] = rows[1][3] = 0;
-    const int token = (kTokens >= 8 ? group : group % kTokens) * 4 + place;
 #pragma unroll
     for (int t = 0; t < kColumns; ++t) {
 #pragma unroll
-      for (int i = 0; i < Weights::kChunksOfX; ++i) {
-        load_chunk(x[t][i], from + kXAt + (half * Weights::kChunksOfX + i) * kTokenBytes + t * 512 + token * 16);
-      }
+      for (int i = 0; i < Weights::kChunksOfX; ++i) load_chunk(x[t][i], of_x.at[t] + (half * Weights::kChunksOfX + i) * of_x.next);
     }
 #pragma unroll
     for (int i = 0; i < Weights::kProducts; ++i) {
@@ -256,9 +267,9 @@ struct SmallStream : Options {
 #pragma unroll
         for (int t = 0; t < kColumns; ++t) {
           if (fresh && i == 0) {
-            mma_m16n8k16_fresh<T>(sums[m][t], a, b[t][0], b[t][1]);
+            mma_m16n8k16_fresh<Operand>(sums[m][t], a, b[t][0], b[t][1]);
           } else {
-            mma_m16n8k16<T>(sums[m][t], a, b[t][0], b[t][1]);
+            mma_m16n8k16<Operand>(sums[m][t], a, b[t][0], b[t][1]);
           }
         }
       }
@@ -266,7 +277,7 @@ struct SmallStream : Options {
   }
 
   // With the scales of 32.
-  __device__ void multiply_scaled(Sums& sums, uint32_t from, const int (&skew)[kEights]) const {
+  __device__ void multiply_scaled(Sums& sums, uint32_t from, const X& of_x, const int (&skew)[kEights]) const {
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
       Factor factors[2 * kTiles] = {};
@@ -279,24 +290,24 @@ struct SmallStream : Options {
         large = large || (e > 128 && e < 255);
       }
       if (__any_sync(kFullWarp, large)) {
-        multiply_half<true>(sums, from, half, false, factors);
+        multiply_half<true>(sums, from, of_x, half, false, factors);
       } else {
-        multiply_half<false>(sums, from, half, false, factors);
+        multiply_half<false>(sums, from, of_x, half, false, factors);
       }
     }
   }
 
-  __device__ void multiply(Sums& sums, uint32_t from, const int (&skew)[kEights]) const {
+  __device__ void multiply(Sums& sums, uint32_t from, const X& of_x, const int (&skew)[kEights]) const {
     const Factor none[2 * kTiles] = {};
     if constexpr (kFourBit) {
-      multiply_scaled(sums, from, skew);
+      multiply_scaled(sums, from, of_x, skew);
     } else if constexpr (!kBlocks) {
 #pragma unroll
-      for (int half = 0; half < kHalves; ++half) multiply_half<false>(sums, from, half, false, none);
+      for (int half = 0; half < kHalves; ++half) multiply_half<false>(sums, from, of_x, half, false, none);
     } else {
       Sums block;
 #pragma unroll
-      for (int half = 0; half < kHalves; ++half) multiply_half<false>(block, from, half, half == 0, none);
+      for (int half = 0; half < kHalves; ++half) multiply_half<false>(block, from, of_x, half, half == 0, none);
 #pragma unroll
       for (int m = 0; m < kTiles; ++m) {
         float scale[2];
@@ -314,6 +325,17 @@ struct SmallStream : Options {
     }
   }
 
+  // Back to x as it was.
+  __device__ void unscale(Sums& sums, const typename Routing::Unit& unit) const {
+#pragma unroll
+    for (int i = 0; i < kColumns * 2; ++i) {
+      const int t = i / 2, j = i % 2, row = held_row(slot_of(unit, 8 * t + 2 * place + j));
+      const float factor = __uint_as_float(load_word(held.factor_at(row, part)));
+#pragma unroll
+      for (int m = 0; m < kTiles; ++m) sums[m][t][j] *= factor, sums[m][t][2 + j] *= factor;
+    }
+  }
+
   // One work's products, of this warp's part of K; `next` is what is copied meanwhile.
   __device__ void run(Sums& sums, Cursor& next, int at) {
     clear(sums);
@@ -322,6 +344,14 @@ struct SmallStream : Options {
       const int expert = unit_of(at).expert, output = tile_of(at) * kOutputs;
 #pragma unroll
       for (int i = 0; i < kEights; ++i) skew[i] = skew_of(scales_of(expert, output, i, group));
+    }
+    X of_x;
+    const int token = (kTokens >= 8 ? group : group % kTokens) * 4 + place;
+    of_x.next = kHeld ? held.piece_bytes() : kTokenBytes;
+    if constexpr (kHeld) {
+      const auto unit = unit_of(at);
+#pragma unroll
+      for (int t = 0; t < kColumns; ++t) of_x.at[t] = held.address(part, 0, held_row(slot_of(unit, 8 * t + group)), place);
     }
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
@@ -332,9 +362,14 @@ struct SmallStream : Options {
       copy_x(next, target);
       cp_async_commit();
       advance(next);
-      if ((step * kSplit + part) * kStepBytes < bytes) multiply(sums, stage_at(stage), skew);
+#pragma unroll
+      for (int t = 0; t < kColumns && !kHeld; ++t) of_x.at[t] = stage_at(stage) + kXAt + t * 512 + token * 16;
+      if ((step * kSplit + part) * kStepBytes < bytes) multiply(sums, stage_at(stage), of_x, skew);
+#pragma unroll
+      for (int t = 0; t < kColumns && kHeld; ++t) of_x.at[t] += Rows::kPerStep * of_x.next;
       stage = stage + 1 == kStages ? 0 : stage + 1;
     }
+    if constexpr (Rows::kConverted) unscale(sums, unit_of(at));
   }
 };
 

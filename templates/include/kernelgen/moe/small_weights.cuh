@@ -11,11 +11,22 @@
 
 namespace kernelgen {
 
+template <class T, bool Half>
+struct SmallOperand {
+  using type = T;
+};
+template <class T>
+struct SmallOperand<T, true> {
+  using type = fp16;
+};
+
 // Code: bf16 or fp16 (then that of x, T), e4m3, e5m2, or e2m1 (mxfp4, beside bf16), whose scales of 32 are one for each lane's chunk:
 // a product adds up over the lanes of a quad, so they go into the elements.
-template <class T, class Code>
+// Held: rows of x are those of small_rows.cuh.
+template <class T, class Code, bool Held>
 struct SmallWeights {
-  static constexpr bool kPlain = is_same_v<T, Code>, kFourBit = is_same_v<Code, e2m1>;
+  static constexpr bool kPlain = is_same_v<T, Code>, kFourBit = is_same_v<Code, e2m1>, kHalf = Held && is_fp8_v<Code>;
+  using Operand = typename SmallOperand<T, kHalf>::type;  // what is multiplied
   static constexpr int kPerChunk = kPlain ? 8 : kFourBit ? 32 : 16;  // elements of a lane's 16 bytes
   static constexpr int kDepth = 4 * kPerChunk;                       // of a quad
   static constexpr int kProducts = kPerChunk / 4;                    // of 16 of k
@@ -69,7 +80,7 @@ struct SmallWeights {
         a[0] = fma_pair<T>(a[0], of_low.rest, kSigns), a[2] = fma_pair<T>(a[2], of_low.rest, kSigns);
         a[1] = fma_pair<T>(a[1], of_high.rest, kSigns), a[3] = fma_pair<T>(a[3], of_high.rest, kSigns);
       }
-    } else if constexpr (is_same_v<T, fp16>) {
+    } else if constexpr (is_same_v<Operand, fp16>) {
       widen_word_fp16<Code>(a[0], a[2], low[i]);
       widen_word_fp16<Code>(a[1], a[3], high[i]);
     } else {
