@@ -45,6 +45,7 @@ _STEP = 128              # bytes of a row that a warp multiplies at a time
 _BLOCKS = "block_128x128"
 _RESERVED = 1024         # bytes of shared memory per block, taken by the driver
 _IN_FLIGHT = 72 << 10    # bytes of weights on their way to an SM: 34 KB are what it takes in a microsecond
+_SUM_FLOATS = 4096       # kSumFloats of the header
 _HELD_TOKENS = 8         # up to which rows stay in shared memory
 _SMS = 132               # where a target does not say
 
@@ -58,7 +59,7 @@ class Config:
     warps        of a block; those of up share K, of down ``down_split`` of them do
     stages       of a warp's ring, of 128 bytes of each row
     up_blocks    per SM
-    up_held      rows of x of all tokens stay in shared memory; down_held: so do the hidden rows of all slots. fp8 weights are then widened to
+    up_held      rows of x of all tokens stay in shared memory; down_held: hidden rows of all slots do. fp8 weights are then widened to
                  fp16, bf16 rows made so once
     """
 
@@ -111,7 +112,8 @@ def _stage(p: MoeProblem, config: Config, rows: int, recipe: str, gated: bool, h
 def _rings(p: MoeProblem, config: Config) -> tuple[int, int]:
     """Bytes in front of the routing of up, and of the results of down."""
     c, (first, second) = config, _recipes(p)
-    sums = 2 * c.up_warps * -(-c.up_rows // 16) * -(-c.tokens // 8) * 512
+    work = c.up_warps * c.up_rows * c.tokens
+    sums = 4 * work * max(1, min(8, _SUM_FLOATS // work))
     return (c.up_warps * c.up_stages * _stage(p, c, c.up_rows, first, p.gated, c.up_held) + sums,
             c.down_warps * c.down_stages * _stage(p, c, c.down_rows, second, False, c.down_held))
 
@@ -287,7 +289,8 @@ def bind(problem: MoeProblem, config: Config, kernel: Any, tensors: MoeTensors) 
     device, dtype, (up_bytes, down_bytes) = t.x.device, DTYPES[p.x_dtype].torch, shared_memory(p, c)
     sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
     works = min(p.slots, p.experts * -(-p.slots // c.tokens)) * -(-p.intermediate // (c.up_rows // 2 if p.gated else c.up_rows))
-    options: dict[str, Any] = dict(programmatic=dependent(device))
+    # Both with as much shared memory as there is: only then blocks of down fill their rings while those of up run.
+    options: dict[str, Any] = dict(programmatic=dependent(device), carveout=100)
     up = kernel.prepare(device.index or 0, grid=(min(works, sms * c.up_blocks), 1, 1), block=(32 * c.up_warps, 1, 1),
                         shared_memory=up_bytes, **options)
     down = kernel.entry(DOWN, PARAMS).prepare(device.index or 0, grid=(-(-p.hidden // c.down_rows), 1, 1), block=(32 * c.down_warps, 1, 1),
