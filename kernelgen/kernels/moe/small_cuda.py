@@ -40,7 +40,7 @@ UP, DOWN = "moe_small_up", "moe_small_down"
 MAX_TOKENS, MAX_SLOTS, MAX_EXPERTS = 64, 2048, 1024
 _HALVES, _FP8 = ("bf16", "fp16"), ("e4m3", "e5m2")
 _CODES = {"e4m3": "kernelgen::e4m3", "e5m2": "kernelgen::e5m2", "mxfp4": "kernelgen::e2m1"}
-_TOKENS, _ROWS, _WARPS = (1, 2, 4, 8, 16, 32), (8, 16, 32), (4, 8, 16)
+_TOKENS, _ROWS, _DOWN_ROWS, _WARPS = (1, 2, 4, 8, 16, 32), (8, 16, 32), (8, 16, 24, 32), (4, 6, 8, 12, 16)
 _STEP = 128              # bytes of a row that a warp multiplies at a time
 _BLOCKS = "block_128x128"
 _RESERVED = 1024         # bytes of shared memory per block, taken by the driver
@@ -55,7 +55,7 @@ class Config:
     """Tile shapes and schedules of both kernels.
 
     tokens       of an expert that are multiplied at a time
-    rows         of weights that a warp has at a time: 8, 16 or 32; of a gated activation half as many outputs
+    rows         of weights that a warp has at a time: 8, 16 or 32 (down: 24, too); of a gated activation half as many outputs
     warps        of a block; those of up share K, of down ``down_split`` of them do
     stages       of a warp's ring, of 128 bytes of each row
     up_blocks    per SM
@@ -139,6 +139,7 @@ def supports(problem: MoeProblem, target: Target) -> Verdict:
         (0 < p.slots <= MAX_SLOTS, f"{p.slots} slots, {name} takes 1 to {MAX_SLOTS}"),
         (0 < p.experts <= MAX_EXPERTS, f"{p.experts} experts, {name} takes 1 to {MAX_EXPERTS}"),
         (p.x_dtype in _HALVES and p.out_dtype == p.x_dtype, f"x is {p.x_dtype}, {name} takes {', '.join(_HALVES)}"),
+        (not packed or p.tokens <= _HELD_TOKENS, f"{p.tokens} tokens beside mxfp4 experts, {name} takes 1 to {_HELD_TOKENS}"),
         (fits, f"{p.weight_dtype} experts beside {p.x_dtype}, {name} takes x's dtype, fp8, and mxfp4 beside bf16"),
         (p.shared is None, f"a shared expert is not in {name}"),
         (p.id_dtype in INDICES, f"ids of {p.id_dtype} are not one of {', '.join(INDICES)}"),
@@ -154,10 +155,12 @@ def legal(problem: MoeProblem, target: Target, config: Config) -> Verdict:
     c, limit = config, target.shared_memory_per_block
     up, down = shared_memory(problem, c)
     return first_no(
-        (c.tokens in _TOKENS and c.up_rows in _ROWS and c.down_rows in _ROWS, f"config {c}: tokens of {_TOKENS}, rows of {_ROWS}"),
+        (c.tokens in _TOKENS and c.up_rows in _ROWS and c.down_rows in _DOWN_ROWS,
+         f"config {c}: tokens of {_TOKENS}, rows of {_ROWS} and {_DOWN_ROWS}"),
         (c.up_warps in _WARPS and c.down_warps in _WARPS and c.down_warps % c.down_split == 0,
          f"config {c}: warps of {_WARPS}, and whole teams of them"),
         (min(c.up_stages, c.down_stages) >= 2 and c.up_blocks >= 1, f"config {c}: rings of two stages or more, at least one block"),
+        (not problem.packed or (c.up_held and c.down_held), f"config {c}: mxfp4 experts beside rows that are held"),
         (up <= limit and down <= limit, f"config {c} needs {up} and {down} bytes of shared memory, {target} has {limit}"),
     )
 

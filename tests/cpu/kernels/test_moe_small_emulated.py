@@ -48,6 +48,13 @@ def enlarged(c: dict[str, Any]) -> dict[str, Any]:
     return c
 
 
+def with_nan_scale(c: dict[str, Any]) -> dict[str, Any]:
+    """The last scale of a row of w2: it is alone in its word, beside the first ones of the next row."""
+    c["w2"].scale[:, 5, -1] = 255
+    c["w2"].scale[:, 7, 0] = 0
+    return c
+
+
 # Tokens of a product, then rows, warps, stages, blocks of up; rows, warps, split, stages of down.
 CASES: dict[str, tuple[Callable[[], dict[str, Any]], Config]] = {
     "skipped, repeated, four outputs": (lambda: skipping(layer(9, 4, 2, 200, 48)), Config(2, 8, 4, 2, 2, 8, 4, 1, 4)),
@@ -63,8 +70,9 @@ CASES: dict[str, tuple[Callable[[], dict[str, Any]], Config]] = {
     "fp8 blocks, four outputs": (lambda: quantize_experts(layer(2, 3, 2, 144, 208, FP16), "block_128x128", "block_128x128"),
                                  Config(2, 8, 4, 3, 1, 8, 4, 4, 3, down_held=True)),
     "mxfp4 of gpt-oss": (lambda: skipping(pack_experts(layer(7, 3, 2, 352, 160, activation="swiglu_oai", biases=BF16), "mxfp4")) | {
-        "gate_up": "interleaved"}, Config(2, 16, 4, 3, 1, 16, 4, 2, 3)),
-    "mxfp4, large scales": (lambda: pack_experts(enlarged(layer(2, 3, 2, 288, 288)), "mxfp4"), Config(2, 32, 4, 2, 1, 8, 4, 2, 3)),
+        "gate_up": "interleaved"}, Config(2, 16, 6, 3, 1, 24, 4, 2, 3, True, True)),
+    "mxfp4, large scales, a NaN": (lambda: with_nan_scale(pack_experts(enlarged(layer(2, 3, 2, 288, 352)), "mxfp4")),
+                                   Config(2, 32, 4, 2, 1, 8, 4, 2, 3, True, True)),
     "fp8 channels, e5m2": (lambda: quantize_experts(layer(5, 3, 2, 128, 64), "channel", "expert", torch.float8_e5m2),
                            Config(8, 16, 4, 3, 1, 32, 4, 2, 3)),
 }

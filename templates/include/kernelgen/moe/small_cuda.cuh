@@ -68,7 +68,7 @@ struct MoeSmallUp : SmallStream<Options, true> {
     for (int i = 0; i < kTiles * kColumns * 4; ++i) {
       const int m = i / (kColumns * 4), t = i / 4 % kColumns, j = i % 4;
       const int token = 8 * t + 2 * this->place + j % 2, row = 16 * m + j / 2 * 8 + this->group;
-      if (token < Options::kTokens && (kRows > 8 || j < 2)) mine[row * Options::kTokens + token] = sums[m][t][j];
+      if (token < Options::kTokens && row < kRows) mine[row * Options::kTokens + token] = sums[m][t][j];
     }
   }
 
@@ -173,7 +173,7 @@ struct MoeSmallDown : SmallStream<Options, false> {
     for (int i = 0; i < kTiles * kColumns * 4; ++i) {
       const int m = i / (kColumns * 4), t = i / 4 % kColumns, j = i % 4;
       const int token = 8 * t + 2 * this->place + j % 2, row = 16 * m + j / 2 * 8 + this->group;
-      if (token < unit.count && (kRows > 8 || j < 2)) {
+      if (token < unit.count && row < kRows) {
         results[(this->part * slots + this->routing.sorted[unit.first + token]) * kRows + row] = sums[m][t][j];
       }
     }

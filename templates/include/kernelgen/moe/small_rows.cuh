@@ -5,6 +5,7 @@
 // Beside fp8 weights, rows of bf16 become fp16: to that the codes are widened by one instruction for two, to bf16 by four. Each part of a
 // row is multiplied by a power of two such that its largest finite value is in [2^14, 2^15), and the sums by its inverse. All bits of a
 // value stay down to 2^-29 of the largest; below, what is less than 2^-39 of it is rounded away, far under the roundings of float32 sums.
+// Beside mxfp4 a lane of a quad has 8 neighbouring elements of each 32, in the order 0 4 1 5 2 6 3 7 of SmallWeights::widen_four_bit.
 #pragma once
 
 #include <kernelgen/cuda/conversions.cuh>
@@ -14,11 +15,14 @@
 
 namespace kernelgen {
 
+constexpr int kFourBitPower = 14;  // codes of mxfp4 are multiplied as 2^-14 of what they mean
+
 // T: of rows in global memory; Operand: of those that are multiplied; kPerChunk: elements of a lane's 16 bytes of weights; kSplit: parts of K.
 template <class T, class Operand, int kPerChunk, int kSplit>
 struct SmallRows {
   static constexpr int kChunksOfX = kPerChunk / 8, kHalves = 2, kStepDepth = kHalves * 4 * kPerChunk;
   static constexpr int kPerStep = kHalves * kChunksOfX;  // pieces
+  static constexpr bool kFourBit = kPerChunk == 32;
   static constexpr bool kConverted = !is_same_v<T, Operand>;
 
   uint32_t pieces;  // of the first part of K; behind them all are the factors of sums, [row][part]
@@ -63,8 +67,9 @@ struct SmallRows {
  private:
   // Of a quad's lane `quad` % 4 in piece `quad` / 4.
   __device__ static int element(int part, int quad) {
-    const int piece = quad / 4, step = piece / kPerStep, half = piece / kChunksOfX % kHalves;
-    return (step * kSplit + part) * kStepDepth + half * 4 * kPerChunk + quad % 4 * kPerChunk + piece % kChunksOfX * 8;
+    const int piece = quad / 4, place = quad % 4, chunk = piece % kChunksOfX, half = piece / kChunksOfX % kHalves;
+    const int first = (piece / kPerStep * kSplit + part) * kStepDepth + half * 4 * kPerChunk;
+    return first + (kFourBit ? chunk * 32 + place * 8 : place * kPerChunk + chunk * 8);
   }
 
   __device__ static uint32_t finite_size(uint32_t bits) { return (bits & kExponentBits<T>) == kExponentBits<T> ? 0 : bits; }
@@ -91,9 +96,14 @@ struct SmallRows {
         const float2 pair = unpack_pair<T>(words[i]);
         words[i] = pack_pair<Operand>(pair.x * factor, pair.y * factor);
       }
+      if constexpr (kFourBit) {
+        const uint32_t low[2] = {words[0], words[1]}, high[2] = {words[2], words[3]};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) words[i] = __byte_perm(low[i / 2], high[i / 2], i % 2 == 0 ? 0x5410 : 0x7632);
+      }
       store_chunk(at, words);
     }
-    if (lane == 0) store_word(factor_at(row, part), static_cast<uint32_t>(127 - power) << 23);
+    if (lane == 0) store_word(factor_at(row, part), static_cast<uint32_t>(127 - power + (kFourBit ? kFourBitPower : 0)) << 23);
   }
 };
 

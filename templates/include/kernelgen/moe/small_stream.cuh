@@ -58,7 +58,7 @@ struct SmallStream : Options {
   static constexpr int kScaleStep = kStepDepth / 32;  // bytes
   static constexpr int kStageBytes = kScalesAt + round_up(4 * max_of(kScales, kScaleWords), 16);
   static constexpr int kRingBytes = kWarps * kStages * kStageBytes;
-  static_assert(kRows == 8 || kRows == 16 || kRows == 32, "parts of an mma's rows");
+  static_assert(kRows == 8 || kRows == 16 || kRows == 32 || (kRows == 24 && !kUp), "parts of an mma's rows");
   static_assert(kWarps % kSplit == 0, "teams of warps");
 
   using Sums = float[kTiles][kColumns][4];
@@ -187,6 +187,9 @@ struct SmallStream : Options {
 
   __device__ uint32_t stage_at(int index) const { return ring + index * kStageBytes; }
 
+  // Where 16 bytes of a row lie among those of eight rows. ldmatrix takes the same place of all rows, from eight different banks.
+  __device__ static int chunk_at(int row, int place) { return (row * 4 + (kFourBit ? place ^ (row / 2 & 3) : place)) * 16; }
+
   // Whether half `half` of the step has anything for this lane.
   __device__ bool exists(const Cursor& c, int half) const {
     return (c.step * kSplit + part) * kStepBytes + half * 64 + place * 16 < bytes;
@@ -198,7 +201,7 @@ struct SmallStream : Options {
     for (int half = 0; half < kHalves; ++half) {
       const bool valid = exists(c, half);
 #pragma unroll
-      for (int i = 0; i < kEights; ++i) cp_async_16(stage + (i * kHalves + half) * 512 + lane * 16, c.weights[i] + half * 64, valid);
+      for (int i = 0; i < kEights; ++i) cp_async_16(stage + (i * kHalves + half) * 512 + chunk_at(group, place), c.weights[i] + half * 64, valid);
     }
     if constexpr (kBlocks) {
       const int block = (c.step * kSplit + part) * kStepDepth / 128;
@@ -235,8 +238,6 @@ struct SmallStream : Options {
     for (int i = 0; i < kTiles * kColumns * 4; ++i) sums[i / (kColumns * 4)][i / 4 % kColumns][i % 4] = 0.0f;
   }
 
-  using Factor = typename Weights::Factor;
-
   // Where a lane finds its piece of x of a step, and how far from it the next one is.
   struct X {
     uint32_t at[kColumns];
@@ -244,12 +245,11 @@ struct SmallStream : Options {
   };
 
   // One half's products: rows and x as they lie in a stage. `fresh`: the sums are nothing yet.
-  template <bool Large>
-  __device__ void multiply_half(Sums& sums, uint32_t from, const X& of_x, int half, bool fresh, const Factor (&factors)[2 * kTiles]) const {
+  __device__ void multiply_half(Sums& sums, uint32_t from, const X& of_x, int half, bool fresh) const {
     uint32_t rows[2 * kTiles][4], x[kColumns][Weights::kChunksOfX][4];
 #pragma unroll
     for (int i = 0; i < kEights; ++i) load_chunk(rows[i], from + (i * kHalves + half) * 512 + lane * 16);
-    if constexpr (kEights == 1) rows[1][0] = rows[1][1] = rows[1][2] = rows[1][3] = 0;
+    if constexpr (kEights % 2 == 1) rows[kEights][0] = rows[kEights][1] = rows[kEights][2] = rows[kEights][3] = 0;
 #pragma unroll
     for (int t = 0; t < kColumns; ++t) {
 #pragma unroll
@@ -263,7 +263,7 @@ struct SmallStream : Options {
 #pragma unroll
       for (int m = 0; m < kTiles; ++m) {
         uint32_t a[4];
-        Weights::template fragment<Large>(a, rows[2 * m], rows[2 * m + 1], i, factors[2 * m], factors[2 * m + 1]);
+        Weights::fragment(a, rows[2 * m], rows[2 * m + 1], i);
 #pragma unroll
         for (int t = 0; t < kColumns; ++t) {
           if (fresh && i == 0) {
@@ -276,38 +276,87 @@ struct SmallStream : Options {
     }
   }
 
-  // With the scales of 32.
-  __device__ void multiply_scaled(Sums& sums, uint32_t from, const X& of_x, const int (&skew)[kEights]) const {
+  // E8M0 scales of this lane's row of each eight: how they lie in their words, and whether one was NaN.
+  struct ScalesOf32 {
+    int skew[kEights];
+    uint32_t special[kEights];
+  };
+
+  // A step's products with scales of 32; `left` of them are of this row, the others of nobody.
+  __device__ void multiply_scaled(Sums& sums, uint32_t from, const X& of_x, ScalesOf32& of_rows, int left) const {
+    uint32_t scales[2 * kTiles][kHalves] = {};
+#pragma unroll
+    for (int i = 0; i < kEights; ++i) {
+      uint32_t words[3];
+#pragma unroll
+      for (int j = 0; j < 3; ++j) words[j] = load_word(from + kScalesAt + 12 * (8 * i + group) + 4 * j);
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        const uint64_t both = static_cast<uint64_t>(words[half + 1]) << 32 | words[half];
+        uint32_t four = static_cast<uint32_t>(both >> 8 * of_rows.skew[i]);
+        if (left < 4 * half + 4) four &= left <= 4 * half ? 0u : ~0u >> 8 * (4 * half + 4 - left);
+        of_rows.special[i] |= ((four & 0x7f7f7f7fu) + 0x01010101u) & four;
+        scales[i][half] = four;
+      }
+    }
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
-      Factor factors[2 * kTiles] = {};
-      bool large = false;
+      uint32_t rows[2 * kTiles][4] = {}, x[kColumns][4][4];
 #pragma unroll
-      for (int i = 0; i < kEights; ++i) {
-        const int at = skew[i] + half * 4 + place;
-        const int e = load_word(from + kScalesAt + 12 * (8 * i + group) + at / 4 * 4) >> at % 4 * 8 & 0xff;
-        factors[i] = Weights::factor(e);
-        large = large || (e > 128 && e < 255);
+      for (int i = 0; i < kEights; ++i) ldmatrix_x4(rows[i], from + (i * kHalves + half) * 512 + chunk_at(lane % 8, lane / 8));
+#pragma unroll
+      for (int t = 0; t < kColumns; ++t) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) load_chunk(x[t][i], of_x.at[t] + (half * 4 + i) * of_x.next);
       }
-      if (__any_sync(kFullWarp, large)) {
-        multiply_half<true>(sums, from, of_x, half, false, factors);
-      } else {
-        multiply_half<false>(sums, from, of_x, half, false, factors);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m) {
+          uint32_t low[4], high[4];
+          Weights::widen_four_bit(low, rows[2 * m][i]);
+          Weights::widen_four_bit(high, rows[2 * m + 1][i]);
+          const uint32_t first[4] = {low[0], high[0], low[1], high[1]}, second[4] = {low[2], high[2], low[3], high[3]};
+          const float scale[2] = {scale_of(scales[2 * m][half], i), scale_of(scales[2 * m + 1][half], i)};
+#pragma unroll
+          for (int t = 0; t < kColumns; ++t) {
+            float block[4];
+            mma_m16n8k16_fresh<Operand>(block, first, x[t][i][0], x[t][i][1]);
+            mma_m16n8k16<Operand>(block, second, x[t][i][2], x[t][i][3]);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) sums[m][t][j] = fmaf(block[j], scale[j / 2], sums[m][t][j]);
+          }
+        }
       }
     }
   }
 
-  __device__ void multiply(Sums& sums, uint32_t from, const X& of_x, const int (&skew)[kEights]) const {
-    const Factor none[2 * kTiles] = {};
+  // 2^(e - 127) of byte `i`, that of e = 0 as well; NaN (255) is not told apart here.
+  __device__ static float scale_of(uint32_t four, int i) {
+    return __uint_as_float(max((i == 3 ? four >> 1 : four << (23 - 8 * i)) & 0x7f800000u, 0x00400000u));
+  }
+
+  // A NaN among a row's scales makes all of its sums NaN.
+  __device__ void spoil(Sums& sums, const ScalesOf32& of_rows) const {
+#pragma unroll
+    for (int i = 0; i < kEights; ++i) {
+      if ((of_rows.special[i] & 0x80808080u) == 0) continue;
+#pragma unroll
+      for (int j = 0; j < 2 * kColumns; ++j) sums[i / 2][j / 2][i % 2 * 2 + j % 2] = __uint_as_float(0x7fc00000u);
+    }
+  }
+
+  // `left`: scales of 32 from this step on.
+  __device__ void multiply(Sums& sums, uint32_t from, const X& of_x, ScalesOf32& of_rows, int left) const {
     if constexpr (kFourBit) {
-      multiply_scaled(sums, from, of_x, skew);
+      multiply_scaled(sums, from, of_x, of_rows, left);
     } else if constexpr (!kBlocks) {
 #pragma unroll
-      for (int half = 0; half < kHalves; ++half) multiply_half<false>(sums, from, of_x, half, false, none);
+      for (int half = 0; half < kHalves; ++half) multiply_half(sums, from, of_x, half, false);
     } else {
       Sums block;
 #pragma unroll
-      for (int half = 0; half < kHalves; ++half) multiply_half<false>(block, from, of_x, half, half == 0, none);
+      for (int half = 0; half < kHalves; ++half) multiply_half(block, from, of_x, half, half == 0);
 #pragma unroll
       for (int m = 0; m < kTiles; ++m) {
         float scale[2];
@@ -339,11 +388,11 @@ struct SmallStream : Options {
   // One work's products, of this warp's part of K; `next` is what is copied meanwhile.
   __device__ void run(Sums& sums, Cursor& next, int at) {
     clear(sums);
-    int skew[kEights] = {};
+    ScalesOf32 of_rows = {};
     if constexpr (kFourBit) {
       const int expert = unit_of(at).expert, output = tile_of(at) * kOutputs;
 #pragma unroll
-      for (int i = 0; i < kEights; ++i) skew[i] = skew_of(scales_of(expert, output, i, group));
+      for (int i = 0; i < kEights; ++i) of_rows.skew[i] = skew_of(scales_of(expert, output, i, group));
     }
     X of_x;
     const int token = (kTokens >= 8 ? group : group % kTokens) * 4 + place;
@@ -364,11 +413,13 @@ struct SmallStream : Options {
       advance(next);
 #pragma unroll
       for (int t = 0; t < kColumns && !kHeld; ++t) of_x.at[t] = stage_at(stage) + kXAt + t * 512 + token * 16;
-      if ((step * kSplit + part) * kStepBytes < bytes) multiply(sums, stage_at(stage), of_x, skew);
+      const int from = (step * kSplit + part) * kStepBytes;
+      if (from < bytes) multiply(sums, stage_at(stage), of_x, of_rows, (bytes - from) / 16);
 #pragma unroll
       for (int t = 0; t < kColumns && kHeld; ++t) of_x.at[t] += Rows::kPerStep * of_x.next;
       stage = stage + 1 == kStages ? 0 : stage + 1;
     }
+    if constexpr (kFourBit) spoil(sums, of_rows);
     if constexpr (Rows::kConverted) unscale(sums, unit_of(at));
   }
 };
