@@ -34,7 +34,7 @@ PARAMS = ParamStruct((
     *((name, "i64") for name in (
         "x_row", "out_row", "weights_row", "ids_row", "bias13_expert", "bias2_expert", "w13_expert", "w13_row", "w2_expert", "w2_row",
         "scale13_expert", "scale13_row", "scale13_block", "scale2_expert", "scale2_row", "scale2_block", "first")),
-    *((name, "i32") for name in ("tokens", "k", "experts", "width", "inner", "mapped")), ("alpha", "f32"), ("limit", "f32"),
+    *((name, "i32") for name in ("tokens", "k", "experts", "width", "inner", "mapped", "down_passes")), ("alpha", "f32"), ("limit", "f32"),
 ))
 UP, DOWN = "moe_small_up", "moe_small_down"
 MAX_TOKENS, MAX_SLOTS, MAX_EXPERTS = 64, 2048, 1024
@@ -61,6 +61,7 @@ class Config:
     up_blocks    per SM
     up_held      rows of x of all tokens stay in shared memory; down_held: hidden rows of all slots do. fp8 weights are then widened to
                  fp16, bf16 rows made so once
+    down_passes  hidden rows are held by parts of K, one after the other
     """
 
     tokens: int
@@ -74,11 +75,13 @@ class Config:
     down_stages: int
     up_held: bool = False
     down_held: bool = False
+    down_passes: int = 1
 
     def __str__(self) -> str:
         c = self
         return (f"t{c.tokens} up{c.up_rows} w{c.up_warps} s{c.up_stages} b{c.up_blocks}" + " held" * c.up_held +
-                f" down{c.down_rows} w{c.down_warps} k{c.down_split} s{c.down_stages}" + " held" * c.down_held)
+                f" down{c.down_rows} w{c.down_warps} k{c.down_split} s{c.down_stages}" + " held" * c.down_held
+                + f" p{c.down_passes}" * (c.down_passes > 1))
 
 
 def _recipes(p: MoeProblem) -> tuple[str, str]:
@@ -96,9 +99,10 @@ def _per_chunk(p: MoeProblem) -> int:
     return 32 if p.packed else 16 // DTYPES[p.weight_dtype].bytes
 
 
-def _held(p: MoeProblem, width: int, split: int, rows: int) -> int:
+def _held(p: MoeProblem, width: int, split: int, rows: int, passes: int = 1) -> int:
     """Bytes of rows that stay in shared memory, and of their factors (small_rows.cuh)."""
     steps = -(-_row_bytes(p, width) // (split * _STEP))
+    steps = -(-steps // passes)
     return rows * split * (steps * 16 * _per_chunk(p) + 4)
 
 
@@ -125,7 +129,7 @@ def shared_memory(problem: MoeProblem, config: Config) -> tuple[int, int]:
     up, down = _rings(p, c)
     down += 4 * c.down_split * p.slots * c.down_rows
     return (up + routing + (_held(p, p.hidden, c.up_warps, p.tokens) if c.up_held else 0),
-            down + routing + (_held(p, p.intermediate, c.down_split, p.slots) if c.down_held else 0))
+            down + routing + (_held(p, p.intermediate, c.down_split, p.slots, c.down_passes) if c.down_held else 0))
 
 
 def supports(problem: MoeProblem, target: Target) -> Verdict:
@@ -159,6 +163,7 @@ def legal(problem: MoeProblem, target: Target, config: Config) -> Verdict:
          f"config {c}: tokens of {_TOKENS}, rows of {_ROWS} and {_DOWN_ROWS}"),
         (c.up_warps in _WARPS and c.down_warps in _WARPS and c.down_warps % c.down_split == 0,
          f"config {c}: warps of {_WARPS}, and whole teams of them"),
+        (c.down_passes == 1 or (c.down_held and c.down_passes > 1), f"config {c}: passes over rows that are held"),
         (min(c.up_stages, c.down_stages) >= 2 and c.up_blocks >= 1, f"config {c}: rings of two stages or more, at least one block"),
         (not problem.packed or (c.up_held and c.down_held), f"config {c}: mxfp4 experts beside rows that are held"),
         (up <= limit and down <= limit, f"config {c} needs {up} and {down} bytes of shared memory, {target} has {limit}"),
@@ -268,13 +273,13 @@ def _scale_strides(scale: torch.Tensor | None, recipe: str) -> tuple[int, int, i
     return scale.stride(0), scale.stride(1), scale.stride(2) if recipe == _BLOCKS else 0
 
 
-def _scalars(p: MoeProblem, t: MoeTensors) -> dict[str, int | float]:
+def _scalars(p: MoeProblem, c: Config, t: MoeTensors) -> dict[str, int | float]:
     limit = t.limit if t.limit is not None else OAI_LIMIT if p.limit else 0.0
     alpha = (OAI_ALPHA if t.alpha is None else t.alpha) if p.activation == "swiglu_oai" else 0.0
     values: dict[str, int | float] = {
         "x_row": t.x.stride(0), "out_row": t.out.stride(0), "weights_row": t.weights.stride(0), "ids_row": t.ids.stride(0),
         "bias13_expert": 0 if t.bias13 is None else t.bias13.stride(0), "bias2_expert": 0 if t.bias2 is None else t.bias2.stride(0),
-        "first": t.first, "tokens": p.tokens, "k": p.k, "experts": p.experts, "width": p.hidden, "inner": p.intermediate,
+        "first": t.first, "down_passes": c.down_passes, "tokens": p.tokens, "k": p.k, "experts": p.experts, "width": p.hidden, "inner": p.intermediate,
         "mapped": 0 if t.table is None else t.table.shape[0], "alpha": alpha, "limit": limit}
     for name, (w, scale), recipe in zip(("13", "2"), (_plain(t.w13, t.scale13), _plain(t.w2, t.scale2)), _recipes(p)):
         values |= {f"w{name}_expert": w.stride(0) * w.element_size(), f"w{name}_row": w.stride(1) * w.element_size()}
@@ -298,7 +303,7 @@ def bind(problem: MoeProblem, config: Config, kernel: Any, tensors: MoeTensors) 
                         shared_memory=up_bytes, **options)
     down = kernel.entry(DOWN, PARAMS).prepare(device.index or 0, grid=(-(-p.hidden // c.down_rows), 1, 1), block=(32 * c.down_warps, 1, 1),
                                               shared_memory=down_bytes, **options)
-    tail, pack, elements = PARAMS.pack_scalars(_scalars(p, t)), PARAMS.pointer_packer.pack, p.slots * p.intermediate
+    tail, pack, elements = PARAMS.pack_scalars(_scalars(p, c, t)), PARAMS.pointer_packer.pack, p.slots * p.intermediate
 
     def run(t: MoeTensors) -> None:
         hidden = torch.empty(elements, dtype=dtype, device=device)

@@ -111,13 +111,13 @@ struct MoeSmallUp : SmallStream<Options, true> {
     }
     if constexpr (Stream::kHeld) {
       const T* x = static_cast<const T*>(p.x);
-      this->held.bring([&](int row) { return x + row * p.x_row; }, this->part, 0, 1);
+      this->held.bring([&](int row) { return x + row * p.x_row; }, this->part, 0, 0, 1);
       __syncwarp();  // this warp's part of x is there
     }
     int first = blockIdx.x, filled = 0;
     for (int at = first; at < total; at += stride) {
       Sums sums;
-      this->run(sums, next, at);
+      this->run(sums, next, at, 0);
       leave(sums, shared_sums + filled * kWorkFloats + warp * kWarpFloats);
       if (++filled == kSlots || at + stride >= total) {
         __syncthreads();  // sums of all warps are there
@@ -167,14 +167,15 @@ struct MoeSmallDown : SmallStream<Options, false> {
   using Stream::Stream;
 
   // Results: [part of K][slot][row].
-  __device__ void leave(const Sums& sums, const typename Routing::Unit& unit, float* results) const {
+  __device__ void leave(const Sums& sums, const typename Routing::Unit& unit, float* results, bool more) const {
     const int slots = this->p.tokens * this->p.k;
 #pragma unroll
     for (int i = 0; i < kTiles * kColumns * 4; ++i) {
       const int m = i / (kColumns * 4), t = i / 4 % kColumns, j = i % 4;
       const int token = 8 * t + 2 * this->place + j % 2, row = 16 * m + j / 2 * 8 + this->group;
       if (token < unit.count && row < kRows) {
-        results[(this->part * slots + this->routing.sorted[unit.first + token]) * kRows + row] = sums[m][t][j];
+        float& result = results[(this->part * slots + this->routing.sorted[unit.first + token]) * kRows + row];
+        result = more ? result + sums[m][t][j] : sums[m][t][j];
       }
     }
   }
@@ -214,12 +215,7 @@ struct MoeSmallDown : SmallStream<Options, false> {
       this->advance(next);
     }
     join_previous_kernel();
-    if constexpr (Stream::kHeld) {
-      const T* hidden = static_cast<const T*>(this->p.hidden);
-      const int64_t inner = this->p.inner;
-      this->held.bring([&](int slot) { return hidden + slot * inner; }, this->part, team, kTeams);
-      __syncthreads();  // all hidden rows are there
-    } else {
+    if constexpr (!Stream::kHeld) {
 #pragma unroll 1
       for (int i = 0; i < kAhead; ++i) {
         this->copy_x(behind, this->stage_at(i));
@@ -227,10 +223,20 @@ struct MoeSmallDown : SmallStream<Options, false> {
         this->advance(behind);
       }
     }
-    for (int at = team; at < this->units; at += kTeams) {
-      Sums sums;
-      this->run(sums, next, at);
-      leave(sums, this->unit_of(at), results);
+#pragma unroll 1
+    for (int pass = 0; pass < this->passes; ++pass) {
+      if constexpr (Stream::kHeld) {
+        const T* hidden = static_cast<const T*>(this->p.hidden);
+        const int64_t inner = this->p.inner;
+        if (pass > 0) __syncthreads();  // hidden rows of the pass before have been read
+        this->held.bring([&](int slot) { return hidden + slot * inner; }, this->part, pass * this->pass_steps, team, kTeams);
+        __syncthreads();  // those of this one are there
+      }
+      for (int at = team; at < this->units; at += kTeams) {
+        Sums sums;
+        this->run(sums, next, at, pass);
+        leave(sums, this->unit_of(at), results, pass > 0);
+      }
     }
     cp_async_wait<0>();
     __syncthreads();  // the results of all units are there

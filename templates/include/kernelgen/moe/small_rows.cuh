@@ -35,9 +35,9 @@ struct SmallRows {
   __device__ int piece_bytes() const { return rows * 64; }
   __device__ uint32_t factor_at(int row, int part) const { return address(kSplit, 0, 0, 0) + (row * kSplit + part) * 4; }
 
-  // One warp's part of rows first, first + stride, ... `source(row)` is the row's first element.
+  // One warp's part of rows first, first + stride, ..., from step `from_step` on. `source(row)` is the row's first element.
   template <class Source>
-  __device__ void bring(const Source& source, int part, int first, int stride) const {
+  __device__ void bring(const Source& source, int part, int from_step, int first, int stride) const {
     constexpr int kAtOnce = 4;
     const int quads = steps * kPerStep * 4, total = ceil_div(max(rows - first, 0), stride) * quads;
 #pragma unroll 1
@@ -46,7 +46,7 @@ struct SmallRows {
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
         const int at = from + n * kWarpSize, mine = at / quads;
-        const int k = element(part, at - mine * quads);
+        const int k = element(part, from_step, at - mine * quads);
         words[n] = make_uint4(0, 0, 0, 0);
         if (at < total && k < depth) words[n] = load_routing(reinterpret_cast<const uint4*>(source(first + mine * stride) + k));
       }
@@ -66,9 +66,9 @@ struct SmallRows {
 
  private:
   // Of a quad's lane `quad` % 4 in piece `quad` / 4.
-  __device__ static int element(int part, int quad) {
+  __device__ static int element(int part, int from_step, int quad) {
     const int piece = quad / 4, place = quad % 4, chunk = piece % kChunksOfX, half = piece / kChunksOfX % kHalves;
-    const int first = (piece / kPerStep * kSplit + part) * kStepDepth + half * 4 * kPerChunk;
+    const int first = ((from_step + piece / kPerStep) * kSplit + part) * kStepDepth + half * 4 * kPerChunk;
     return first + (kFourBit ? chunk * 32 + place * 8 : place * kPerChunk + chunk * 8);
   }
 

@@ -71,6 +71,7 @@ struct SmallStream : Options {
   int lane, group, place;  // row or token of a fragment, and which of its quad
   int part;                // of K
   int steps, bytes;        // of a row of weights
+  int pass_steps, passes;  // K in passes: down goes over all units with the hidden rows of one, then of the next
   int tiles, units;        // of outputs, of the routing
   int stage = 0;           // that is multiplied next
 
@@ -80,7 +81,8 @@ struct SmallStream : Options {
         part(warp % kSplit), tiles(tiles), units(*routing.units) {
     bytes = (kUp ? p.width : p.inner) / Weights::kPerChunk * 16;
     steps = ceil_div(bytes, kSplit * kStepBytes);
-    held.pieces = rows, held.rows = kUp ? p.tokens : p.tokens * p.k, held.steps = steps, held.depth = kUp ? p.width : p.inner;
+    passes = kUp ? 1 : p.down_passes, pass_steps = ceil_div(steps, passes);
+    held.pieces = rows, held.rows = kUp ? p.tokens : p.tokens * p.k, held.steps = pass_steps, held.depth = kUp ? p.width : p.inner;
   }
 
   // Row `i` of the eight rows `eight` of a tile whose first output is `output`.
@@ -101,9 +103,9 @@ struct SmallStream : Options {
   __device__ static int outputs(const MoeSmallParams& p) { return kUp ? p.inner : p.width; }
   __device__ static int last_row(const MoeSmallParams& p) { return (kGated ? 2 * p.inner : outputs(p)) - 1; }
 
-  // What is copied next. Work `at` is a unit and a tile of outputs; a warp takes every `stride`-th.
+  // What is copied next. Work `at` is a unit and a tile of outputs; a warp takes every `stride`-th, in each pass.
   struct Cursor {
-    int at, stride, total, step;
+    int first, at, stride, total, pass, step, end;
     const char* weights[kEights];
     const T* x[kColumns];
     const float* scales;
@@ -113,7 +115,7 @@ struct SmallStream : Options {
 
   __device__ Cursor begin(int at, int stride, int total) const {
     Cursor c;
-    c.at = at, c.stride = stride, c.total = total, c.step = 0;
+    c.first = c.at = at, c.stride = stride, c.total = total, c.pass = 0;
     if (at < total) aim(c);
     return c;
   }
@@ -125,17 +127,19 @@ struct SmallStream : Options {
   __device__ void aim(Cursor& c) const {
     const auto unit = unit_of(c.at);
     const int output = tile_of(c.at) * kOutputs;
+    c.step = c.pass * pass_steps, c.end = min(c.step + pass_steps, steps);
+    const int before = c.step * kSplit + part;  // steps of all parts
     const char* base = kUp ? p.w13 + unit.expert * p.w13_expert : p.w2 + unit.expert * p.w2_expert;
 #pragma unroll
     for (int i = 0; i < kEights; ++i) {
       const int row = min(row_of(p, output, i, group), last_row(p));  // rows behind the last are not stored
-      c.weights[i] = base + row * (kUp ? p.w13_row : p.w2_row) + part * kStepBytes + place * 16;
+      c.weights[i] = base + row * (kUp ? p.w13_row : p.w2_row) + before * kStepBytes + place * 16;
     }
 #pragma unroll
     for (int t = 0; t < kColumns && !kHeld; ++t) {
       const int slot = slot_of(unit, 8 * t + group);
       c.x[t] = kUp ? static_cast<const T*>(p.x) + slot / p.k * p.x_row : static_cast<const T*>(p.hidden) + static_cast<int64_t>(slot) * p.inner;
-      c.x[t] += part * kStepDepth + place * Weights::kPerChunk;
+      c.x[t] += before * kStepDepth + place * Weights::kPerChunk;
     }
     if constexpr (kBlocks) {
       const int entry = min(lane, kScales - 1), row = min(kRows == 8 ? row_of(p, output, 0, 4 * entry) : row_of(p, output, entry, 0), last_row(p));
@@ -147,7 +151,7 @@ struct SmallStream : Options {
       for (int i = 0; i < kScaleCopies; ++i) {
         const int entry = min(lane + i * kWarpSize, kScaleWords - 1), row = entry / 3;
         const char* first = scales_of(unit.expert, output, row / 8, row % 8);
-        const int offset = part * kScaleStep + entry % 3 * 4 - skew_of(first);
+        const int offset = before * kScaleStep + entry % 3 * 4 - skew_of(first);
         c.words[i] = first + offset;
         c.left[i] = (kUp ? p.width : p.inner) / 32 - offset;
       }
@@ -171,7 +175,7 @@ struct SmallStream : Options {
 
   __device__ void advance(Cursor& c) const {
     if (c.at >= c.total) return;
-    if (++c.step < steps) {
+    if (++c.step < c.end) {
 #pragma unroll
       for (int i = 0; i < kEights; ++i) c.weights[i] += kSplit * kStepBytes;
 #pragma unroll
@@ -180,8 +184,8 @@ struct SmallStream : Options {
       for (int i = 0; i < kScaleCopies; ++i) c.words[i] += kSplit * kScaleStep, c.left[i] -= kSplit * kScaleStep;
       return;
     }
-    c.step = 0;
     c.at += c.stride;
+    if (c.at >= c.total && ++c.pass < passes) c.at = c.first;
     if (c.at < c.total) aim(c);
   }
 
@@ -386,7 +390,7 @@ struct SmallStream : Options {
   }
 
   // One work's products, of this warp's part of K; `next` is what is copied meanwhile.
-  __device__ void run(Sums& sums, Cursor& next, int at) {
+  __device__ void run(Sums& sums, Cursor& next, int at, int pass) {
     clear(sums);
     ScalesOf32 of_rows = {};
     if constexpr (kFourBit) {
@@ -403,7 +407,7 @@ struct SmallStream : Options {
       for (int t = 0; t < kColumns; ++t) of_x.at[t] = held.address(part, 0, held_row(slot_of(unit, 8 * t + group)), place);
     }
 #pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
+    for (int step = pass * pass_steps; step < min((pass + 1) * pass_steps, steps); ++step) {
       cp_async_wait<kStages - 2>();
       __syncwarp();  // every lane's copies have landed, and all have read the stage that is filled now
       const uint32_t target = stage_at(stage == 0 ? kStages - 1 : stage - 1);
