@@ -13,6 +13,8 @@ from itertools import product
 from typing import Any
 
 from kernelgen.kernels.base import KernelFamily
+from kernelgen.kernels.gemm.activations import splits
+from kernelgen.kernels.gemm.mma import RESERVED_SHARED_MEMORY
 from kernelgen.kernels.gemm.requantize import Requantization
 from kernelgen.kernels.gemm.sm90 import (
     BLOCK_RECIPES,
@@ -28,7 +30,6 @@ from kernelgen.kernels.gemm.sm90 import (
     requantized,
     round_up,
     scalars,
-    splits,
     supports_common,
     unquantized,
     words,
@@ -54,7 +55,6 @@ MAX_ROWS = 1024  # of a; above it tiles of 128 rows fill the chip without shares
 _TOKENS = (8, 16, 32, 64, 128)
 _MOST_TOKENS = 256  # what a box has
 _MAX_SUMS = {1: 192, 2: 160, 4: 64}  # by warpgroups, which share the registers
-_RESERVED_SHARED_MEMORY = 1024  # per block, taken by the driver
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def _cost(problem: GemmProblem, target: Target, config: Config) -> float:
     row_tiles = -(-problem.m // c.tokens)
     blocks = row_tiles * -(-problem.n // c.columns) * problem.batch * c.split_k
     shared = shared_memory(problem, c)
-    resident = max(1, (target.shared_memory_per_block + _RESERVED_SHARED_MEMORY) // (shared + _RESERVED_SHARED_MEMORY))
+    resident = max(1, (target.shared_memory_per_block + RESERVED_SHARED_MEMORY) // (shared + RESERVED_SHARED_MEMORY))
     slots = sms * resident
     waves = -(-blocks // slots)
     steps = _split(problem, c)[1] * c.blocks_k
@@ -302,7 +302,7 @@ def spec(problem: GemmProblem, target: Target, config: Config) -> KernelSpec:
     p, c = problem, config
     parameters = options(
         p, c.tokens, mma_m=c.mma_m, tokens=c.tokens, stages=c.stages, blocks_k=c.blocks_k, groups=c.groups, split_k=c.split_k,
-        vector_out=True, shared_memory=shared_memory(p, c))
+        vector_out=p.out_alignment == 16, shared_memory=shared_memory(p, c))
     return KernelSpec.make(
         "_".join(["gemm_skinny_sm90", *words(p), *str(c).split()]), "gemm/skinny_sm90.cu.jinja", "nvrtc", parameters,
         params=PARAMS, params_type="kernelgen::SkinnySm90Params", entries=(ENTRY,), target=target,
@@ -338,7 +338,7 @@ def coverage() -> Iterable[tuple[GemmProblem, Config | None]]:
     """Problems that together reach every branch of the template."""
     base = GemmProblem(1, 16, 4096, 4096, "bf16", "bf16", "bf16", b_order="col")
     yield base, None
-    yield replace(base, m=1), Config(1, 8, 6, 2, 2, 2)
+    yield replace(base, m=1, out_alignment=2), Config(1, 8, 6, 2, 2, 2)
     yield replace(base, m=128, b_order="row", bias=True, bias_dtype="bf16", activation="silu"), Config(2, 128, 4, 1, 1, 4)
     yield replace(base, activation="swiglu", a_dtype="fp16", b_dtype="fp16", out_dtype="fp32"), Config(1, 16, 8, 2, 4, 2)
     yield replace(base, activation="geglu", gate_up="up_first", b_order="row"), Config(2, 16, 4, 2, 1, 1)
