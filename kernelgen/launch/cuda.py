@@ -53,6 +53,9 @@ class TensorMapRecipe:
         )
 
 
+_entries: dict[tuple[int, str], int] = {}
+
+
 @dataclass(frozen=True)
 class CudaKernel:
     """A loaded CUDA kernel; ``handle`` is a CUkernel, valid on every device of the process."""
@@ -63,8 +66,10 @@ class CudaKernel:
 
     def entry(self, name: str, params: ParamStruct | None = None) -> CudaKernel:
         """Another entry of the same binary, as a kernel of its own; ``params``: its arguments, where they are not the spec's."""
-        handle = launcher().cuda_load(self.image, name) if self.handle else 0
-        return CudaKernel(replace(self.spec, entries=(name,), params=params or self.spec.params), handle, self.image)
+        key = (self.handle, name)
+        if self.handle and key not in _entries:  # a prepared call of each shape asks for it, and the driver would load the binary again
+            _entries[key] = self.handle if name == self.spec.entries[0] else launcher().cuda_load(self.image, name)
+        return CudaKernel(replace(self.spec, entries=(name,), params=params or self.spec.params), _entries.get(key, 0), self.image)
 
     def prepare(
         self,
@@ -75,21 +80,26 @@ class CudaKernel:
         shared_memory: int = 0,
         cluster: tuple[int, int, int] = (1, 1, 1),
         programmatic: bool = False,
+        carveout: int | None = None,
         tensor_maps: Sequence[TensorMapRecipe] = (),
     ) -> Callable[[bytes], None]:
         """Freeze a launch on ``device``. Returns ``launch(params)`` for torch's current stream of that device.
 
-        ``shared_memory``: dynamic, in bytes. An empty grid launches nothing. Raises LaunchError.
+        ``shared_memory``: dynamic, in bytes. ``carveout``: percent of an SM's memory that are shared memory rather than L1 (default: what
+        the driver finds enough). Kernels that run beside each other (``programmatic``) need the same. An empty grid launches nothing.
+        Raises LaunchError.
         """
         if 0 in grid:
             return lambda params: None
         if self.handle == 0:
             from kernelgen.launch.fallback import prepare_with_cuda_core
 
-            return prepare_with_cuda_core(self, device, grid, block, shared_memory, cluster, programmatic, tensor_maps)
+            return prepare_with_cuda_core(self, device, grid, block, shared_memory, cluster, programmatic, tensor_maps, carveout)
         module = launcher()
         if shared_memory > _STATIC_SHARED_MEMORY_LIMIT:
             module.cuda_allow_shared_memory(self.handle, device, shared_memory)
+        if carveout is not None:
+            module.cuda_prefer_carveout(self.handle, device, carveout)
         offsets = dict(self.spec.params.offsets)
         config = LAUNCH_HEADER.pack(
             self.handle, device, *grid, *block, *cluster, shared_memory, int(programmatic), len(tensor_maps),

@@ -41,7 +41,7 @@ def load_with_cuda_core(image: bytes, entry: str) -> Any:
 
 def prepare_with_cuda_core(
     kernel: CudaKernel, device: int, grid: tuple[int, int, int], block: tuple[int, int, int], shared_memory: int,
-    cluster: tuple[int, int, int], programmatic: bool, tensor_maps: Sequence[TensorMapRecipe],
+    cluster: tuple[int, int, int], programmatic: bool, tensor_maps: Sequence[TensorMapRecipe], carveout: int | None = None,
 ) -> Callable[[bytes], None]:
     """As CudaKernel.prepare, by the driver bindings."""
     from cuda.bindings import driver
@@ -53,6 +53,9 @@ def prepare_with_cuda_core(
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _check(driver.cuKernelSetAttribute(attribute, shared_memory, driver.CUkernel(int(loaded.handle)), device),
                "cuKernelSetAttribute")
+    if carveout is not None:
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        _check(driver.cuKernelSetAttribute(attribute, carveout, driver.CUkernel(int(loaded.handle)), device), "cuKernelSetAttribute")
     attributes = []
     if cluster != (1, 1, 1):
         item = driver.CUlaunchAttribute()

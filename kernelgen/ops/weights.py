@@ -69,7 +69,7 @@ class PackedWeight:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything as plain tensors, for torch.save or safetensors."""
         about = [self.version, FORMATS.index(self.format), self.group_size, *self.shape]
-        found = {"about": torch.tensor(about, dtype=torch.int64), "codes": self.codes, "scale": self.scale}
+        found = {"about": torch.tensor(about, dtype=torch.int64, device="cpu"), "codes": self.codes, "scale": self.scale}
         return found if self.zero is None else found | {"zero": self.zero}
 
     @staticmethod

@@ -65,6 +65,7 @@ class GemmProblem:
     zero_points: bool = False
 
     op = "gemm"
+    gathered = False
 
     @property
     def outputs(self) -> int:
@@ -121,4 +122,16 @@ class GroupedGemmProblem(GemmProblem):
     op = "grouped_gemm"
 
     def __str__(self) -> str:
-        return f"grouped_gemm[{self.grouping} groups={self.batch} {self._words()}]"
+        gathered = "gathered " if self.gathered else ""
+        return f"grouped_gemm[{self.grouping} {gathered}groups={self.batch} {self._words()}]"
+
+
+@dataclass(frozen=True)
+class GatheredGemmProblem(GroupedGemmProblem):
+    """Of which a has ``tokens`` rows, and the tensors' ``rows`` names that of each of the m rows of the product. A step of a composition,
+    never a call of its own; grouping "rows".
+    """
+
+    tokens: int = 0
+
+    gathered = True

@@ -78,6 +78,15 @@ void CudaAllowSharedMemory(int64_t kernel, int device, int bytes) {
                "cuKernelSetAttribute(max dynamic shared memory)");
 }
 
+// The part of an SM's memory that is shared memory rather than L1 while this kernel runs. Kernels that want different parts do not run
+// beside each other on an SM.
+void CudaPreferCarveout(int64_t kernel, int device, int percent) {
+  const Driver& driver = Driver::Get();
+  CaptureModeGuard relaxed(driver);
+  driver.Check(driver.KernelSetAttribute(kPreferredCarveout, percent, reinterpret_cast<CUkernel>(kernel), device),
+               "cuKernelSetAttribute(preferred carveout)");
+}
+
 // Puts a kernel on the device. The driver would do it at the first launch, which may be somebody's request.
 void CudaMakeReady(int64_t kernel, int device) {
   const Driver& driver = Driver::Get();
@@ -207,6 +216,7 @@ bool AccumulateLengths(int64_t lengths, int64_t count, int64_t starts) {
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_load, kernelgen::CudaLoad);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_allow_shared_memory, kernelgen::CudaAllowSharedMemory);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_prefer_carveout, kernelgen::CudaPreferCarveout);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_make_ready, kernelgen::CudaMakeReady);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_launch, kernelgen::CudaLaunch);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cpu_launch, kernelgen::CpuLaunch);

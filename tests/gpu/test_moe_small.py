@@ -52,7 +52,7 @@ def check(c: dict[str, Any], what: str, config: Config | None = None) -> torch.T
 
 @pytest.mark.parametrize("name", CASES)
 def test_layer(name: str) -> None:
-    for tokens in (1, 9, 64):
+    for tokens in (1, 4, 8) if name == "gpt-oss" else (1, 9, 64):
         check(CASES[name](tokens), f"{name} {tokens}")
 
 
@@ -93,9 +93,10 @@ def test_shards() -> None:
     check(c | {"expert_map": table}, "a table")
 
 
-def test_through_l1() -> None:
-    for name, tokens in (("mixtral", 9), ("deepseek fp8", 2), ("gpt-oss", 9)):
-        check(CASES[name](tokens), name, Config(4, 16, 8, 4, 1, 16, 8, 2, 4, cached_x=True))
+def test_held_rows_and_rows_that_come_with_weights() -> None:
+    for name, tokens in (("mixtral", 9), ("deepseek fp8", 2), ("fp8 channels", 9)):
+        for held in ((True, True), (True, False), (False, False)):
+            check(CASES[name](tokens), f"{name} {held}", Config(4, 16, 8, 4, 1, 16, 8, 2, 4, *held))
 
 
 def test_one_token_by_dispatch() -> None:

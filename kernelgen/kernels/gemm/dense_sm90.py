@@ -14,7 +14,7 @@ from typing import Any
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
 from kernelgen.kernels.gemm.activations import splits
-from kernelgen.kernels.gemm.dense_configs import MEASURED, MIDDLE, QUANTIZING, Config, Measured
+from kernelgen.kernels.gemm.dense_configs import GROUPED, MEASURED, MIDDLE, QUANTIZING, Config, Measured
 from kernelgen.kernels.gemm.mma import RESERVED_SHARED_MEMORY
 from kernelgen.kernels.gemm.requantize import Requantization
 from kernelgen.kernels.gemm.sm90 import (
@@ -47,12 +47,12 @@ from kernelgen.verdicts import Verdict, first_no
 
 # struct DenseSm90Params of dense_params.cuh.
 PARAMS = ParamStruct((
-    *((name, "ptr") for name in (*POINTERS, "out_scale", "ends")), *((name, "i64") for name in (
+    *((name, "ptr") for name in (*POINTERS, "out_scale", "ends", "rows")), *((name, "i64") for name in (
         "c_batch", "c_row", "out_batch", "out_row", "bias_batch", "scale_a_batch", "scale_b_batch", "out_scale_batch", "out_scale_row",
         "out_scale_block")),
     *((name, "i32") for name in (
         "m", "n", "k", "tiles_m", "tiles_n", "tiles", "groups", "batched_a", "batched_b", "scale_a_row", "scale_a_block",
-        "scale_b_column", "scale_b_block", "scales_by_tma")), *((name, "f32") for name in ("beta", "alpha", "limit")),
+        "scale_b_column", "scale_b_block", "scales_by_tma", "a_row")), *((name, "f32") for name in ("beta", "alpha", "limit")),
 ), tensor_maps=("map_a", "map_b", "map_out", "map_rest", "map_scales"))
 ENTRY = "gemm_dense_sm90"
 
@@ -84,7 +84,7 @@ def _left_sums(problem: GemmProblem, config: Config) -> int:
 def _box_of_scales(problem: GemmProblem, config: Config) -> int:
     """Rows of a box of scale_a; those of groups may begin anywhere within four."""
     rows = config.block_m if config.block_m <= 192 else config.block_m // 2
-    return rows + (4 if problem.op == "grouped_gemm" else 0)
+    return rows + (4 if problem.op == "grouped_gemm" and not problem.gathered else 0)
 
 
 def _bytes_of_scales(problem: GemmProblem, config: Config) -> int:
@@ -179,6 +179,8 @@ def _in_middle(problem: GemmProblem) -> bool:
 def _measured(problem: GemmProblem) -> tuple[Measured, ...]:
     """Of the problem's kind."""
     kind = kind_of_sums(problem)
+    if problem.op == "grouped_gemm" and not quantizes(problem):
+        return (*GROUPED.get(kind, ()), *MEASURED[kind])
     return (*(MIDDLE if _in_middle(problem) else MEASURED[kind]), *(QUANTIZING.get(kind, ()) if quantizes(problem) else ()))
 
 
@@ -288,7 +290,8 @@ def spec_of(problem: GemmProblem, target: Target, config: Config, entry: str, gr
     parameters = options(
         p, c.block_n // c.parts, mma_m=c.mma_m, consumers=c.consumers, block_n=c.block_n, parts=c.parts, stages=c.stages,
         cluster_m=c.cluster_m, cluster_n=c.cluster_n, split_k=c.split_k, resident=c.resident, band_rows=c.band_rows,
-        pingpong=c.pingpong, slabs=c.slabs, tma_out=tma_out(p, c), quantize=quantizes(p), shared_memory=shared_memory(p, c),
+        pingpong=c.pingpong, slabs=c.slabs, tma_out=tma_out(p, c), quantize=quantizes(p), gather=p.gathered, row_boxes=c.row_boxes,
+        shared_memory=shared_memory(p, c),
         entry=entry, grouping=grouping)
     return KernelSpec.make(
         "_".join([entry, *words(p), *str(c).split()]), "gemm/dense_sm90.cu.jinja", "nvrtc", parameters,
@@ -302,10 +305,10 @@ def _maps(problem: GemmProblem, config: Config, t: Any, box_a: int) -> list[Any]
     k = depth(p)
     boxes_b = max(c.cluster_m, 2 if splits(p) else 1)
     major_a, major_b = p.a_order == "row", p.b_order == "col"
-    maps = [
-        tensor_map("map_a", "a", t.a if major_a else t.a.mT, (k, box_a) if major_a else (MMA_ROWS, k)),
-        tensor_map("map_b", "b", t.b.mT if major_b else t.b, (k, c.block_n // boxes_b) if major_b else (MMA_ROWS, k)),
-    ]
+    maps = []
+    if not p.gathered or c.row_boxes:
+        maps.append(tensor_map("map_a", "a", t.a if major_a else t.a.mT, (k, 1 if p.gathered else box_a) if major_a else (MMA_ROWS, k)))
+    maps.append(tensor_map("map_b", "b", t.b.mT if major_b else t.b, (k, c.block_n // boxes_b) if major_b else (MMA_ROWS, k)))
     out_bytes = DTYPES[p.out_dtype].bytes
     if tma_out(p, c):
         columns, outputs = ROW_BYTES // out_bytes, c.block_n // (2 if p.gated else 1)
@@ -338,13 +341,14 @@ def closure(problem: GemmProblem, config: Config, kernel: Any, tensors: Any, til
         programmatic=True, shared_memory=shared_memory(p, c), tensor_maps=maps)
     tail = PARAMS.pack_scalars(scalars(p, t) | {
         "tiles_m": tiles_m, "tiles_n": tiles_n, "tiles": tiles, "groups": p.batch, "batched_a": int(t.a.shape[0] > 1),
-        "scales_by_tma": int(by_tma),
+        "scales_by_tma": int(by_tma), "a_row": t.a.stride(1) * DTYPES[p.a_dtype].bytes // 16 if p.gathered else 0,
         **dict(zip(("out_scale_batch", "out_scale_row", "out_scale_block"), t.out_scale.stride() if p.out_scale else (0, 0, 0)))})
     blank, pack, pointers = bytes(128 * len(PARAMS.tensor_maps)), PARAMS.pointer_packer.pack, addresses(p)
-    grouped, codes = p.op == "grouped_gemm", p.out_scale is not None
+    grouped, gathered, codes = p.op == "grouped_gemm", p.gathered, p.out_scale is not None
 
     def run(t: Any) -> None:
-        launch(blank + pack(*pointers(t), t.out_scale.data_ptr() if codes else 0, t.ends.data_ptr() if grouped else 0) + tail)
+        launch(blank + pack(*pointers(t), t.out_scale.data_ptr() if codes else 0, t.ends.data_ptr() if grouped else 0,
+                            t.rows.data_ptr() if gathered else 0) + tail)
 
     return run
 
@@ -352,7 +356,7 @@ def closure(problem: GemmProblem, config: Config, kernel: Any, tensors: Any, til
 def _scales_fit_tma(problem: GemmProblem, t: Any) -> bool:
     """May the copy engine bring scale_a: rows one behind the other, everything else at multiples of 16 bytes? A prepared call is found by
     strides and by the address' place within 16 bytes (ops/memo.py), so that the first call says it for all."""
-    if problem.scales != "block_128x128":
+    if problem.scales != "block_128x128" or problem.gathered:
         return False
     batch, rows, blocks = t.scale_a.shape
     strides = [stride for stride, extent in zip(t.scale_a.stride(), (batch, 0, blocks)) if extent > 1]

@@ -136,6 +136,7 @@ def supports(problem: GemmProblem, target: Target) -> Verdict:
     return first_no(
         (target.kind == "cpu", f"gemm_cpu needs a CPU, got {target}"),
         (operands.ok, operands.reason),
+        (not p.gathered, "gathered rows are not in gemm_cpu"),
         (p.out_dtype in outputs, f"out dtype {p.out_dtype} with {p.a_dtype} inputs and out_scale={p.out_scale} is not one of "
                                  f"{', '.join(outputs)}"),
         (p.bias_dtype in (None, *family), f"bias dtype {p.bias_dtype} with {p.a_dtype} inputs is not one of {', '.join(family)}"),
@@ -350,7 +351,7 @@ def bind(
     work = entries * p.m * p.outputs + quantize_tasks if p.out_scale else 0
 
     def run(t: GemmTensors | GroupedGemmTensors) -> None:
-        sums = torch.empty(work, dtype=torch.float32) if work else t.out
+        sums = torch.empty(work, dtype=torch.float32, device="cpu") if work else t.out
         launch(pack(
             t.a.data_ptr(), t.b.data_ptr(), _address(t.bias), _address(t.c), sums.data_ptr(), _address(t.scale_a), _address(t.scale_b),
             _address(t.zero_b), _address(t.ends) if grouped else 0, t.out.data_ptr() if work else 0, _address(t.out_scale),  # type: ignore[union-attr]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -253,14 +254,21 @@ def _short_ring(problem: GemmProblem) -> Config:
     return Config(1, tokens, 2, 2) if steps == 2 and tokens == 8 else Config(1, tokens, min(4, max(2, steps)))
 
 
-def _ranked(problem: GemmProblem, target: Target) -> list[Config]:
-    """Legal configs, best guess first: winners in front of others, each by cost."""
-    winners = [c for c in WINNERS[kind_of_sums(problem)] if c.tokens == _rounded(problem.m) and legal(problem, target, c)]
+@lru_cache(maxsize=256)
+def _legal_configs(form: GemmProblem, target: Target, tokens: int) -> tuple[list[Config], list[Config]]:
+    """Winners and others; ``form``: a problem as far as legality sees it, so that a size that is new to a service costs no second look."""
+    winners = [c for c in WINNERS[kind_of_sums(form)] if c.tokens == tokens and legal(form, target, c)]
+    return winners, [c for c in dict.fromkeys(_configs(form, tokens)) if c not in winners and legal(form, target, c)]
+
+
+@lru_cache(maxsize=64)
+def _ranked(problem: GemmProblem, target: Target) -> tuple[Config, ...]:
+    """Legal configs, best guess first: winners in front of others, each by cost. Asked for by a rule and by dispatch."""
+    winners, others = _legal_configs(replace(problem, batch=1, m=1, n=2, k=1), target, _rounded(problem.m))
     if many_products(problem, target) and legal(problem, target, _short_ring(problem)):
         short = _short_ring(problem)
-        return [short, *sorted((c for c in winners if c != short), key=lambda c: _cost(problem, target, c))]
-    others = (c for c in dict.fromkeys(_configs(problem, _rounded(problem.m))) if c not in winners and legal(problem, target, c))
-    return [*sorted(winners, key=lambda c: _cost(problem, target, c)), *sorted(others, key=lambda c: _cost(problem, target, c))]
+        return short, *sorted((c for c in winners if c != short), key=lambda c: _cost(problem, target, c))
+    return *sorted(winners, key=lambda c: _cost(problem, target, c)), *sorted(others, key=lambda c: _cost(problem, target, c))
 
 
 def estimate(problem: GemmProblem, target: Target) -> float:

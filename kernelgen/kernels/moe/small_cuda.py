@@ -33,17 +33,19 @@ PARAMS = ParamStruct((
     *((name, "i64") for name in (
         "x_row", "out_row", "weights_row", "ids_row", "bias13_expert", "bias2_expert", "w13_expert", "w13_row", "w2_expert", "w2_row",
         "scale13_expert", "scale13_row", "scale13_block", "scale2_expert", "scale2_row", "scale2_block", "first")),
-    *((name, "i32") for name in ("tokens", "k", "experts", "width", "inner", "mapped")), ("alpha", "f32"), ("limit", "f32"),
+    *((name, "i32") for name in ("tokens", "k", "experts", "width", "inner", "mapped", "down_passes")), ("alpha", "f32"), ("limit", "f32"),
 ))
 UP, DOWN = "moe_small_up", "moe_small_down"
 MAX_TOKENS, MAX_SLOTS, MAX_EXPERTS = 64, 2048, 1024
 _HALVES, _FP8 = ("bf16", "fp16"), ("e4m3", "e5m2")
 _CODES = {"e4m3": "kernelgen::e4m3", "e5m2": "kernelgen::e5m2", "mxfp4": "kernelgen::e2m1"}
-_TOKENS, _ROWS, _WARPS = (1, 2, 4, 8, 16, 32), (8, 16, 32), (4, 8, 16)
+_TOKENS, _ROWS, _DOWN_ROWS, _WARPS = (1, 2, 4, 8, 16, 32), (8, 16, 32), (8, 16, 24, 32), (4, 6, 8, 12, 16)
 _STEP = 128              # bytes of a row that a warp multiplies at a time
 _BLOCKS = "block_128x128"
 _RESERVED = 1024         # bytes of shared memory per block, taken by the driver
 _IN_FLIGHT = 72 << 10    # bytes of weights on their way to an SM: 34 KB are what it takes in a microsecond
+_SUM_FLOATS = 4096       # kSumFloats of the header
+_HELD_TOKENS = 8         # up to which rows stay in shared memory
 _SMS = 132               # where a target does not say
 
 
@@ -52,11 +54,13 @@ class Config:
     """Tile shapes and schedules of both kernels.
 
     tokens       of an expert that are multiplied at a time
-    rows         of weights that a warp has at a time: 8, 16 or 32; of a gated activation half as many outputs
+    rows         of weights that a warp has at a time: 8, 16 or 32 (down: 24, too); of a gated activation half as many outputs
     warps        of a block; those of up share K, of down ``down_split`` of them do
     stages       of a warp's ring, of 128 bytes of each row
     up_blocks    per SM
-    cached_x     copies of x and of hidden rows go through L1. Right on an H200, never timed: no candidate has it
+    up_held      rows of x of all tokens stay in shared memory; down_held: hidden rows of all slots do. fp8 weights are then widened to
+                 fp16, bf16 rows made so once
+    down_passes  hidden rows are held by parts of K, one after the other
     """
 
     tokens: int
@@ -68,12 +72,15 @@ class Config:
     down_warps: int
     down_split: int
     down_stages: int
-    cached_x: bool = False
+    up_held: bool = False
+    down_held: bool = False
+    down_passes: int = 1
 
     def __str__(self) -> str:
         c = self
-        return (f"t{c.tokens} up{c.up_rows} w{c.up_warps} s{c.up_stages} b{c.up_blocks} "
-                f"down{c.down_rows} w{c.down_warps} k{c.down_split} s{c.down_stages}" + (" l1" if c.cached_x else ""))
+        return (f"t{c.tokens} up{c.up_rows} w{c.up_warps} s{c.up_stages} b{c.up_blocks}" + " held" * c.up_held +
+                f" down{c.down_rows} w{c.down_warps} k{c.down_split} s{c.down_stages}" + " held" * c.down_held
+                + f" p{c.down_passes}" * (c.down_passes > 1))
 
 
 def _recipes(p: MoeProblem) -> tuple[str, str]:
@@ -91,27 +98,37 @@ def _per_chunk(p: MoeProblem) -> int:
     return 32 if p.packed else 16 // DTYPES[p.weight_dtype].bytes
 
 
-def _stage(p: MoeProblem, config: Config, rows: int, recipe: str, gated: bool) -> int:
+def _held(p: MoeProblem, width: int, split: int, rows: int, passes: int = 1) -> int:
+    """Bytes of rows that stay in shared memory, and of their factors (small_rows.cuh)."""
+    steps = -(-_row_bytes(p, width) // (split * _STEP))
+    steps = -(-steps // passes)
+    return rows * split * (steps * 16 * _per_chunk(p) + 4)
+
+
+def _stage(p: MoeProblem, config: Config, rows: int, recipe: str, gated: bool, held: bool) -> int:
     """SmallStream::kStageBytes of the header."""
     scales = 0 if recipe != _BLOCKS else max(2, rows // 8) if gated else rows // 8
     words = 3 * rows if p.packed else scales
-    return rows * _STEP + config.tokens * _STEP * _per_chunk(p) // 8 + -(-4 * words // 16) * 16
+    return rows * _STEP + (0 if held else config.tokens * _STEP * _per_chunk(p) // 8) + -(-4 * words // 16) * 16
 
 
 def _rings(p: MoeProblem, config: Config) -> tuple[int, int]:
     """Bytes in front of the routing of up, and of the results of down."""
     c, (first, second) = config, _recipes(p)
-    sums = 2 * c.up_warps * -(-c.up_rows // 16) * -(-c.tokens // 8) * 512
-    return (c.up_warps * c.up_stages * _stage(p, c, c.up_rows, first, p.gated) + sums,
-            c.down_warps * c.down_stages * _stage(p, c, c.down_rows, second, False))
+    work = c.up_warps * c.up_rows * c.tokens
+    sums = 4 * work * max(1, min(8, _SUM_FLOATS // work))
+    return (c.up_warps * c.up_stages * _stage(p, c, c.up_rows, first, p.gated, c.up_held) + sums,
+            c.down_warps * c.down_stages * _stage(p, c, c.down_rows, second, False, c.down_held))
 
 
 def shared_memory(problem: MoeProblem, config: Config) -> tuple[int, int]:
     """Dynamic shared memory in bytes of the two launches."""
     p, c = problem, config
-    routing = 4 * (p.experts + 5 * p.slots + 1)
+    routing = -(-4 * (p.experts + 5 * p.slots + 1) // 16) * 16  # SmallRouting::bytes
     up, down = _rings(p, c)
-    return up + routing, down + 4 * c.down_split * p.slots * c.down_rows + routing
+    down += 4 * c.down_split * p.slots * c.down_rows
+    return (up + routing + (_held(p, p.hidden, c.up_warps, p.tokens) if c.up_held else 0),
+            down + routing + (_held(p, p.intermediate, c.down_split, p.slots, c.down_passes) if c.down_held else 0))
 
 
 def supports(problem: MoeProblem, target: Target) -> Verdict:
@@ -125,6 +142,7 @@ def supports(problem: MoeProblem, target: Target) -> Verdict:
         (0 < p.slots <= MAX_SLOTS, f"{p.slots} slots, {name} takes 1 to {MAX_SLOTS}"),
         (0 < p.experts <= MAX_EXPERTS, f"{p.experts} experts, {name} takes 1 to {MAX_EXPERTS}"),
         (p.x_dtype in _HALVES and p.out_dtype == p.x_dtype, f"x is {p.x_dtype}, {name} takes {', '.join(_HALVES)}"),
+        (not packed or p.tokens <= _HELD_TOKENS, f"{p.tokens} tokens beside mxfp4 experts, {name} takes 1 to {_HELD_TOKENS}"),
         (fits, f"{p.weight_dtype} experts beside {p.x_dtype}, {name} takes x's dtype, fp8, and mxfp4 beside bf16"),
         (p.shared is None, f"a shared expert is not in {name}"),
         (p.id_dtype in INDICES, f"ids of {p.id_dtype} are not one of {', '.join(INDICES)}"),
@@ -140,10 +158,13 @@ def legal(problem: MoeProblem, target: Target, config: Config) -> Verdict:
     c, limit = config, target.shared_memory_per_block
     up, down = shared_memory(problem, c)
     return first_no(
-        (c.tokens in _TOKENS and c.up_rows in _ROWS and c.down_rows in _ROWS, f"config {c}: tokens of {_TOKENS}, rows of {_ROWS}"),
+        (c.tokens in _TOKENS and c.up_rows in _ROWS and c.down_rows in _DOWN_ROWS,
+         f"config {c}: tokens of {_TOKENS}, rows of {_ROWS} and {_DOWN_ROWS}"),
         (c.up_warps in _WARPS and c.down_warps in _WARPS and c.down_warps % c.down_split == 0,
          f"config {c}: warps of {_WARPS}, and whole teams of them"),
+        (c.down_passes == 1 or (c.down_held and c.down_passes > 1), f"config {c}: passes over rows that are held"),
         (min(c.up_stages, c.down_stages) >= 2 and c.up_blocks >= 1, f"config {c}: rings of two stages or more, at least one block"),
+        (not problem.packed or (c.up_held and c.down_held), f"config {c}: mxfp4 experts beside rows that are held"),
         (up <= limit and down <= limit, f"config {c} needs {up} and {down} bytes of shared memory, {target} has {limit}"),
     )
 
@@ -196,13 +217,18 @@ def _downs(p: MoeProblem, sms: int) -> list[tuple[int, int, int, int]]:
 
 
 def candidates(problem: MoeProblem, target: Target) -> Iterator[Config]:
-    """Legal configs, best guess first: where shared memory is short, with fewer stages and then with fewer tokens at a time."""
+    """Legal configs, best guess first. Where shared memory is short: fewer stages, then rows that come with the weights, then fewer tokens
+    at a time.
+    """
     p, sms = problem, target.sm_count or _SMS
     most, shapes = _tokens(p), list(product(_ups(p, sms), _downs(p, sms)))
+    holding = product((True, False), (True, False)) if p.tokens <= _HELD_TOKENS else ((False, False),)
+    helds, fewers = list(holding), (0, 2, 4, 8)
     for tokens in (n for n in reversed(_TOKENS) if n <= most):
         for (rows, warps, stages, blocks), (down_rows, down_warps, split, down_stages) in shapes:
-            for fewer in (0, 2, 4, 8):
-                c = Config(tokens, rows, warps, max(2, stages - fewer), blocks, down_rows, down_warps, split, max(2, down_stages - fewer))
+            for (up, down), fewer in product(helds, fewers):
+                c = Config(tokens, rows, warps, max(2, stages - fewer), blocks, down_rows, down_warps, split, max(2, down_stages - fewer),
+                           up, down)
                 if legal(p, target, c):
                     yield c
                     break
@@ -225,7 +251,8 @@ def spec(problem: MoeProblem, target: Target, config: Config) -> KernelSpec:
         clamped=p.limit and p.gated, on_input=p.weights_on_input, blocks13=recipes[0] == _BLOCKS, blocks2=recipes[1] == _BLOCKS,
         scale13=recipes[0] not in ("", _BLOCKS), scale2=recipes[1] not in ("", _BLOCKS), bias13=p.bias13, bias2=p.bias2,
         tokens=c.tokens, up_rows=c.up_rows, up_warps=c.up_warps, up_stages=c.up_stages, down_rows=c.down_rows, down_warps=c.down_warps,
-        down_split=c.down_split, down_stages=c.down_stages, cached_x=c.cached_x, up_bytes=rings[0], down_bytes=rings[1])
+        down_split=c.down_split, down_stages=c.down_stages, up_held=c.up_held, down_held=c.down_held,
+        up_bytes=rings[0], down_bytes=rings[1])
     return KernelSpec.make(
         "_".join(["moe_small_cuda", *names, *str(c).split()]), "moe/small_cuda.cu.jinja", "nvrtc", parameters, params=PARAMS,
         params_type="kernelgen::MoeSmallParams", entries=(UP, DOWN), target=target)
@@ -245,13 +272,13 @@ def _scale_strides(scale: torch.Tensor | None, recipe: str) -> tuple[int, int, i
     return scale.stride(0), scale.stride(1), scale.stride(2) if recipe == _BLOCKS else 0
 
 
-def _scalars(p: MoeProblem, t: MoeTensors) -> dict[str, int | float]:
+def _scalars(p: MoeProblem, c: Config, t: MoeTensors) -> dict[str, int | float]:
     limit = t.limit if t.limit is not None else OAI_LIMIT if p.limit else 0.0
     alpha = (OAI_ALPHA if t.alpha is None else t.alpha) if p.activation == "swiglu_oai" else 0.0
     values: dict[str, int | float] = {
         "x_row": t.x.stride(0), "out_row": t.out.stride(0), "weights_row": t.weights.stride(0), "ids_row": t.ids.stride(0),
         "bias13_expert": 0 if t.bias13 is None else t.bias13.stride(0), "bias2_expert": 0 if t.bias2 is None else t.bias2.stride(0),
-        "first": t.first, "tokens": p.tokens, "k": p.k, "experts": p.experts, "width": p.hidden, "inner": p.intermediate,
+        "first": t.first, "down_passes": c.down_passes, "tokens": p.tokens, "k": p.k, "experts": p.experts, "width": p.hidden, "inner": p.intermediate,
         "mapped": 0 if t.table is None else t.table.shape[0], "alpha": alpha, "limit": limit}
     for name, (w, scale), recipe in zip(("13", "2"), (_plain(t.w13, t.scale13), _plain(t.w2, t.scale2)), _recipes(p)):
         values |= {f"w{name}_expert": w.stride(0) * w.element_size(), f"w{name}_row": w.stride(1) * w.element_size()}
@@ -269,12 +296,13 @@ def bind(problem: MoeProblem, config: Config, kernel: Any, tensors: MoeTensors) 
     device, dtype, (up_bytes, down_bytes) = t.x.device, DTYPES[p.x_dtype].torch, shared_memory(p, c)
     sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
     works = min(p.slots, p.experts * -(-p.slots // c.tokens)) * -(-p.intermediate // (c.up_rows // 2 if p.gated else c.up_rows))
-    options: dict[str, Any] = dict(programmatic=dependent(device))
+    # Both with as much shared memory as there is: only then blocks of down fill their rings while those of up run.
+    options: dict[str, Any] = dict(programmatic=dependent(device), carveout=100)
     up = kernel.prepare(device.index or 0, grid=(min(works, sms * c.up_blocks), 1, 1), block=(32 * c.up_warps, 1, 1),
                         shared_memory=up_bytes, **options)
     down = kernel.entry(DOWN, PARAMS).prepare(device.index or 0, grid=(-(-p.hidden // c.down_rows), 1, 1), block=(32 * c.down_warps, 1, 1),
                                               shared_memory=down_bytes, **options)
-    tail, pack, elements = PARAMS.pack_scalars(_scalars(p, t)), PARAMS.pointer_packer.pack, p.slots * p.intermediate
+    tail, pack, elements = PARAMS.pack_scalars(_scalars(p, c, t)), PARAMS.pointer_packer.pack, p.slots * p.intermediate
 
     def run(t: MoeTensors) -> None:
         hidden = torch.empty(elements, dtype=dtype, device=device)
@@ -300,7 +328,7 @@ def coverage() -> Iterable[tuple[MoeProblem, Config | None]]:
     blocks = replace(base, weight_dtype="e4m3", scales=_BLOCKS)
     yield blocks, None
     yield replace(blocks, tokens=8, experts=256, hidden=7168, intermediate=256), None
-    yield replace(blocks, tokens=8), Config(4, 8, 8, 8, 1, 8, 8, 4, 6, cached_x=True)
+    yield replace(blocks, tokens=8), Config(4, 8, 8, 8, 1, 8, 8, 4, 6, up_held=True)
     mxfp4 = PackedForm("mxfp4", 32, "e8m0", False)
     yield (replace(base, hidden=2880, intermediate=2880, k=4, weight_dtype="mxfp4", packed=(mxfp4, mxfp4), activation="swiglu_oai",
                    limit=True, bias13=True, bias2=True, bias13_dtype="bf16", bias2_dtype="bf16", gate_up="interleaved"), None)

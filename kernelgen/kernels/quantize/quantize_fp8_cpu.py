@@ -82,7 +82,7 @@ def bind(problem: QuantizeProblem, config: TaskConfig, kernel: Any, tensors: Qua
     pack = PARAMS.pointer_packer.pack
 
     def run(t: QuantizeTensors) -> None:
-        largest = torch.empty(tasks, dtype=torch.int32) if shared else None
+        largest = torch.empty(tasks, dtype=torch.int32, device="cpu") if shared else None
         launch(pack(t.x.data_ptr(), t.codes.data_ptr(), t.scale.data_ptr(), 0 if largest is None else largest.data_ptr()) + tail)
 
     return run

@@ -69,12 +69,21 @@ struct DenseEpilogue {
     const typename Options::Bias* bias;
   };
 
+  // That of a row of the product; of rows that do not exist any that does.
+  __device__ static int64_t row_of_a(const DenseSm90Params& p, int row, const OutputTile& tile) {
+    if constexpr (Options::kGather) {
+      return p.rows[min(row, tile.row_end - 1)];
+    } else {
+      return min(row, p.m - 1);
+    }
+  }
+
   __device__ static Extras extras_of(const DenseSm90Params& p, int row, const OutputTile& tile) {
     Extras extras{1.0f, 1.0f, nullptr, nullptr};
     if constexpr (Options::kScales) {
       const float* scales = p.scale_a + tile.batch_a * p.scale_a_batch;
-      extras.top = scales[static_cast<int64_t>(min(row, p.m - 1)) * p.scale_a_row];
-      extras.bottom = scales[static_cast<int64_t>(min(row + 8, p.m - 1)) * p.scale_a_row];
+      extras.top = scales[row_of_a(p, row, tile) * p.scale_a_row];
+      extras.bottom = scales[row_of_a(p, row + 8, tile) * p.scale_a_row];
       extras.columns = p.scale_b + tile.batch_b * p.scale_b_batch;
     }
     if constexpr (Options::kBias) extras.bias = static_cast<const typename Options::Bias*>(p.bias) + tile.batch_bias * p.bias_batch;

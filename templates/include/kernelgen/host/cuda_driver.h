@@ -19,6 +19,7 @@ using CUstream = struct CUstream_st*;
 using CUcontext = struct CUctx_st*;
 
 constexpr int kMaxDynamicSharedMemory = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+constexpr int kPreferredCarveout = 9;        // CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, percent
 constexpr unsigned kAttributeClusterDimension = 4;
 constexpr unsigned kAttributeProgrammaticStreamSerialization = 6;
 constexpr int kCaptureModeRelaxed = 2;

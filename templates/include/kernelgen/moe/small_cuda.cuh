@@ -1,7 +1,8 @@
 // A mixture-of-experts layer for few tokens in two launches: every weight of an expert that is used is read once, at memory speed.
 //
 //   up    works (unit, tile of outputs) are dealt to a grid that fills the chip; the warps of a block share K, their sums meet in shared
-//         memory, one warp adds them up in their order, applies bias and activation and writes the hidden rows of the slots
+//         memory, those of several works at a time: all threads add them up in the order of the warps, apply bias and activation and write
+//         the hidden rows of the slots
 //   down  a block owns a tile of outputs and walks over all units, whose results of each slot it keeps in shared memory: they are weighted
 //         and added in the order of the slots, and written once. No workspace, no atomics
 //
@@ -16,6 +17,8 @@
 
 namespace kernelgen {
 
+constexpr int kSumFloats = 4096;  // of works that wait
+
 template <class Options>
 struct MoeSmallUp : SmallStream<Options, true> {
   using Stream = SmallStream<Options, true>;
@@ -27,8 +30,10 @@ struct MoeSmallUp : SmallStream<Options, true> {
   using Stream::kRows;
   using Stream::kTiles;
   using Stream::kWarps;
-  static constexpr int kSumBytes = kTiles * kColumns * 512;  // of a warp
-  static constexpr int kSumsAt = Stream::kRingBytes, kRoutingAt = kSumsAt + 2 * kWarps * kSumBytes;
+  // Sums wait for each other: those of kSlots works, [work][warp][row][token].
+  static constexpr int kWarpFloats = kRows * Options::kTokens, kWorkFloats = kWarps * kWarpFloats;
+  static constexpr int kSlots = max_of(1, min_of(8, kSumFloats / kWorkFloats));
+  static constexpr int kSumsAt = Stream::kRingBytes, kRoutingAt = kSumsAt + 4 * kSlots * kWorkFloats;
 
   using Stream::Stream;
 
@@ -58,42 +63,43 @@ struct MoeSmallUp : SmallStream<Options, true> {
     static_cast<T*>(p.hidden)[static_cast<int64_t>(slot) * p.inner + output] = from_float<T>(gate);
   }
 
-  // By one warp: the sums of all, which lie at `sums`.
-  __device__ void finish(int at, uint32_t sums) const {
-    const MoeSmallParams& p = this->p;
-    const auto unit = this->unit_of(at);
-    const int first = this->tile_of(at) * Stream::kOutputs, lane = this->lane, group = this->group;
+  __device__ void leave(const Sums& sums, float* mine) const {
 #pragma unroll
-    for (int i = 0; i < kTiles * kColumns; ++i) {
-      const int m = i / kColumns, t = i % kColumns;
-      float sum[4] = {};
-#pragma unroll
-      for (int warp = 0; warp < kWarps; ++warp) {
-        uint32_t words[4];
-        load_chunk(words, sums + warp * kSumBytes + i * 512 + lane * 16);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) sum[j] += __uint_as_float(words[j]);
-      }
-      const int token = 8 * t + 2 * this->place;
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        if constexpr (kGated && kRows == 8) {
-          const float up = __shfl_sync(kFullWarp, sum[j], (lane + 16) % kWarpSize);
-          const int output = first + group % 4;
-          if (group < 4) store(sum[j], up, unit, token + j, output, Stream::row_of(p, first, 0, group), Stream::row_of(p, first, 0, group + 4));
-        } else if constexpr (kGated) {
-          const int output = first + 8 * m + group;
-          store(sum[j], sum[2 + j], unit, token + j, output, Stream::row_of(p, first, 2 * m, group), Stream::row_of(p, first, 2 * m + 1, group));
-        } else {
-          const int output = first + 16 * m + group;
-          store(sum[j], 0.0f, unit, token + j, output, output, 0);
-          if constexpr (kRows > 8) store(sum[2 + j], 0.0f, unit, token + j, output + 8, output + 8, 0);
-        }
-      }
+    for (int i = 0; i < kTiles * kColumns * 4; ++i) {
+      const int m = i / (kColumns * 4), t = i / 4 % kColumns, j = i % 4;
+      const int token = 8 * t + 2 * this->place + j % 2, row = 16 * m + j / 2 * 8 + this->group;
+      if (token < Options::kTokens && row < kRows) mine[row * Options::kTokens + token] = sums[m][t][j];
     }
   }
 
-  __device__ void work(uint32_t shared, int warp) {
+  __device__ static float total_of(const float* sums, int row, int token) {
+    float total = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) total += sums[warp * kWarpFloats + row * Options::kTokens + token];
+    return total;
+  }
+
+  // By all threads: works first, first + stride, ... whose sums lie in slots 0 .. count - 1.
+  __device__ void finish(const float* sums, int first, int stride, int count) const {
+    const MoeSmallParams& p = this->p;
+    constexpr int kEach = Stream::kOutputs * Options::kTokens;
+    for (int i = threadIdx.x; i < count * kEach; i += Stream::kThreads) {
+      const int slot = i / kEach, j = i % kEach / Options::kTokens, token = i % Options::kTokens, at = first + slot * stride;
+      const auto unit = this->unit_of(at);
+      const int tile = this->tile_of(at) * Stream::kOutputs, output = tile + j;
+      if (token >= unit.count || output >= p.inner) continue;
+      // Gate and up are rows of neighbouring eights, or fours of one eight.
+      constexpr int kApart = kRows == 8 ? 4 : 8;
+      const int row = kGated ? j / kApart * 2 * kApart + j % kApart : j;
+      const float* work = sums + slot * kWorkFloats;
+      const float gate = total_of(work, row, token);
+      const float up = kGated ? total_of(work, row + kApart, token) : 0.0f;
+      store(gate, up, unit, token, output, Stream::row_of(p, tile, row / 8, row % 8), Stream::row_of(p, tile, (row + kApart) / 8, (row + kApart) % 8));
+    }
+  }
+
+  __device__ void work(float* shared_sums, int warp) {
+    const MoeSmallParams& p = this->p;
     const int total = this->tiles * this->units, stride = gridDim.x;
     auto next = this->begin(blockIdx.x, stride, total);
 #pragma unroll 1
@@ -103,32 +109,45 @@ struct MoeSmallUp : SmallStream<Options, true> {
       cp_async_commit();
       this->advance(next);
     }
-    int turn = 0;
-    for (int at = blockIdx.x; at < total; at += stride, ++turn) {
+    if constexpr (Stream::kHeld) {
+      const T* x = static_cast<const T*>(p.x);
+      this->held.bring([&](int row) { return x + row * p.x_row; }, this->part, 0, 0, 1);
+      __syncwarp();  // this warp's part of x is there
+    }
+    int first = blockIdx.x, filled = 0;
+    for (int at = first; at < total; at += stride) {
       Sums sums;
-      this->run(sums, next, at);
-      const uint32_t target = shared + kSumsAt + turn % 2 * (kWarps * kSumBytes);
-#pragma unroll
-      for (int i = 0; i < kTiles * kColumns; ++i) {
-        const float(&sum)[4] = sums[i / kColumns][i % kColumns];
-        const uint32_t words[4] = {__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]), __float_as_uint(sum[3])};
-        store_chunk(target + warp * kSumBytes + i * 512 + this->lane * 16, words);
+      this->run(sums, next, at, 0);
+      leave(sums, shared_sums + filled * kWorkFloats + warp * kWarpFloats);
+      if (++filled == kSlots || at + stride >= total) {
+        __syncthreads();  // sums of all warps are there
+        finish(shared_sums, first, stride, filled);
+        __syncthreads();  // and have been read
+        first = at + stride, filled = 0;
       }
-      // All sums are there. And who added up the work before this one is done: its memory is written to next.
-      __syncthreads();
-      if (warp == turn % kWarps) finish(at, target);
     }
     cp_async_wait<0>();
+  }
+
+  // While the kernel in front runs: what it may still write is on its way to L2 as well.
+  __device__ static void prefetch(const MoeSmallParams& p) {
+    constexpr int kLine = 128;
+    const int lines = p.width * static_cast<int>(sizeof(T)) / kLine + 1, at = blockIdx.x * Stream::kThreads + threadIdx.x;
+    if (at < p.tokens * lines) prefetch_l2(reinterpret_cast<const char*>(static_cast<const T*>(p.x) + at / lines * p.x_row) + at % lines * kLine);
+    if (at < p.tokens) prefetch_l2(static_cast<const typename Options::Index*>(p.ids) + at * p.ids_row);
+    if (at < p.tokens) prefetch_l2(static_cast<const typename Options::Weight*>(p.weights) + at * p.weights_row);
   }
 
   __device__ static void main(const MoeSmallParams& p) {
     extern __shared__ __align__(128) unsigned char shared_memory[];
     const uint32_t shared = shared_address(shared_memory);
+    prefetch(p);
     join_previous_kernel();
     const Routing routing(shared_memory + kRoutingAt, p);
     routing.find(p, Stream::kThreads);
     const int warp = warp_id();
-    MoeSmallUp(p, routing, shared, warp, ceil_div(p.inner, Stream::kOutputs)).work(shared, warp);
+    MoeSmallUp(p, routing, shared, shared + kRoutingAt + Routing::bytes(p), warp, ceil_div(p.inner, Stream::kOutputs))
+        .work(reinterpret_cast<float*>(shared_memory + kSumsAt), warp);
   }
 };
 
@@ -148,14 +167,15 @@ struct MoeSmallDown : SmallStream<Options, false> {
   using Stream::Stream;
 
   // Results: [part of K][slot][row].
-  __device__ void leave(const Sums& sums, const typename Routing::Unit& unit, float* results) const {
+  __device__ void leave(const Sums& sums, const typename Routing::Unit& unit, float* results, bool more) const {
     const int slots = this->p.tokens * this->p.k;
 #pragma unroll
     for (int i = 0; i < kTiles * kColumns * 4; ++i) {
       const int m = i / (kColumns * 4), t = i / 4 % kColumns, j = i % 4;
       const int token = 8 * t + 2 * this->place + j % 2, row = 16 * m + j / 2 * 8 + this->group;
-      if (token < unit.count && (kRows > 8 || j < 2)) {
-        results[(this->part * slots + this->routing.sorted[unit.first + token]) * kRows + row] = sums[m][t][j];
+      if (token < unit.count && row < kRows) {
+        float& result = results[(this->part * slots + this->routing.sorted[unit.first + token]) * kRows + row];
+        result = more ? result + sums[m][t][j] : sums[m][t][j];
       }
     }
   }
@@ -191,19 +211,32 @@ struct MoeSmallDown : SmallStream<Options, false> {
 #pragma unroll 1
     for (int i = 0; i < kAhead; ++i) {
       this->copy_weights(next, this->stage_at(i));
+      if (Stream::kHeld) cp_async_commit();
       this->advance(next);
     }
     join_previous_kernel();
+    if constexpr (!Stream::kHeld) {
 #pragma unroll 1
-    for (int i = 0; i < kAhead; ++i) {
-      this->copy_x(behind, this->stage_at(i));
-      cp_async_commit();
-      this->advance(behind);
+      for (int i = 0; i < kAhead; ++i) {
+        this->copy_x(behind, this->stage_at(i));
+        cp_async_commit();
+        this->advance(behind);
+      }
     }
-    for (int at = team; at < this->units; at += kTeams) {
-      Sums sums;
-      this->run(sums, next, at);
-      leave(sums, this->unit_of(at), results);
+#pragma unroll 1
+    for (int pass = 0; pass < this->passes; ++pass) {
+      if constexpr (Stream::kHeld) {
+        const T* hidden = static_cast<const T*>(this->p.hidden);
+        const int64_t inner = this->p.inner;
+        if (pass > 0) __syncthreads();  // hidden rows of the pass before have been read
+        this->held.bring([&](int slot) { return hidden + slot * inner; }, this->part, pass * this->pass_steps, team, kTeams);
+        __syncthreads();  // those of this one are there
+      }
+      for (int at = team; at < this->units; at += kTeams) {
+        Sums sums;
+        this->run(sums, next, at, pass);
+        leave(sums, this->unit_of(at), results, pass > 0);
+      }
     }
     cp_async_wait<0>();
     __syncthreads();  // the results of all units are there
@@ -217,7 +250,7 @@ struct MoeSmallDown : SmallStream<Options, false> {
     const Routing routing(shared_memory + kResultsAt + 4 * results, p);
     routing.find(p, Stream::kThreads);  // what it reads was there before the kernel in front began
     const int warp = warp_id();
-    MoeSmallDown(p, routing, shared, warp, 0).work(reinterpret_cast<float*>(shared_memory + kResultsAt), warp);
+    MoeSmallDown(p, routing, shared, shared + kResultsAt + 4 * results + Routing::bytes(p), warp, 0).work(reinterpret_cast<float*>(shared_memory + kResultsAt), warp);
   }
 };
 

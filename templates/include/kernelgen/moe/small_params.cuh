@@ -23,6 +23,7 @@ struct MoeSmallParams {
   int64_t scale13_expert, scale13_row, scale13_block, scale2_expert, scale2_row, scale2_block;  // elements; 0: one for all
   int64_t first;         // of a range of local ids
   int32_t tokens, k, experts, width, inner, mapped;
+  int32_t down_passes;   // over K, where hidden rows are held
   float alpha, limit;
 };
 

@@ -50,6 +50,8 @@ struct SmallRouting {
     units = reinterpret_cast<int*>(weights + slots);
   }
 
+  __device__ static int bytes(const MoeSmallParams& p) { return round_up(4 * (p.experts + 5 * p.tokens * p.k + 1), 16); }
+
   __device__ Unit unit(int i) const {
     const uint32_t word = words[i];
     return {static_cast<int>(word & ((1u << kExpertBits) - 1)), static_cast<int>(word >> kExpertBits & ((1u << kFirstBits) - 1)),

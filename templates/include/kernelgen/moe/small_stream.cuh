@@ -2,7 +2,7 @@
 // with others.
 //
 //   stage   128 bytes of each of kRows rows (twice 16 bytes a lane: 8 rows are 1,024 bytes), as many elements of kTokens rows of x, and
-//           the scales of blocks
+//           the scales of blocks; where rows of x are held (small_rows.cuh) none of these
 //   copies  cp.async, kStages - 1 steps ahead of the products, over the ends of the units: a warp that begins a new expert has its
 //           first rows already
 //   product mma m16n8k16, rows of weights as A, tokens as its eight columns
@@ -12,23 +12,26 @@
 #pragma once
 
 #include <kernelgen/cuda/cp_async.cuh>
-#include <kernelgen/cuda/cp_async_cached.cuh>
 #include <kernelgen/cuda/dependent.cuh>
 #include <kernelgen/cuda/ldmatrix.cuh>
 #include <kernelgen/cuda/mma.cuh>
 #include <kernelgen/gemm/gate.cuh>
 #include <kernelgen/moe/small_routing.cuh>
+#include <kernelgen/moe/small_rows.cuh>
 #include <kernelgen/moe/small_weights.cuh>
 
 namespace kernelgen {
 
 // `Options` is the rendered file's struct of compile-time constants: T (of x), Code (of w13, w2), Index, Weight, Bias13, Bias2; kMap,
 // kGate, kActivation, kClamped, kOnInput; kBlocks13, kBlocks2 (scales of 128 x 128), kScale13, kScale2 (of rows), kBias13, kBias2; kTokens;
-// kUpRows, kUpWarps, kUpStages; kDownRows, kDownWarps, kDownSplit, kDownStages; kCachedX (copies of x and hidden rows through L1).
+// kUpRows, kUpWarps, kUpStages, kUpHeld; kDownRows, kDownWarps, kDownSplit, kDownStages, kDownHeld (held: rows of x, or of hidden values, of
+// all tokens stay in shared memory).
 template <class Options, bool kUp>
 struct SmallStream : Options {
   using T = typename Options::T;
-  using Weights = SmallWeights<T, typename Options::Code>;
+  static constexpr bool kHeld = kUp ? Options::kUpHeld : Options::kDownHeld;
+  using Weights = SmallWeights<T, typename Options::Code, kHeld>;
+  using Operand = typename Weights::Operand;
   using Routing = SmallRouting<Options>;
   using Options::kTokens;
 
@@ -48,32 +51,38 @@ struct SmallStream : Options {
   static constexpr int kHalves = 2, kStepBytes = kHalves * 64;  // of a row
   static constexpr int kStepDepth = kHalves * Weights::kDepth;  // elements
   static constexpr int kTokenBytes = kTokens * 64;              // of a chunk of 8 elements of each lane
-  static constexpr int kXAt = kEights * kHalves * 512, kScalesAt = kXAt + kHalves * Weights::kChunksOfX * kTokenBytes;
+  static constexpr int kXAt = kEights * kHalves * 512, kScalesAt = kXAt + (kHeld ? 0 : kHalves * Weights::kChunksOfX * kTokenBytes);
   // A row's scales of 32 in a step are 8 bytes of any alignment: the words that hold them, dealt to the lanes.
   static constexpr bool kFourBit = Weights::kFourBit;
   static constexpr int kScaleWords = kFourBit ? 3 * kRows : 0, kScaleCopies = ceil_div(kScaleWords, kWarpSize);
   static constexpr int kScaleStep = kStepDepth / 32;  // bytes
   static constexpr int kStageBytes = kScalesAt + round_up(4 * max_of(kScales, kScaleWords), 16);
   static constexpr int kRingBytes = kWarps * kStages * kStageBytes;
-  static_assert(kRows == 8 || kRows == 16 || kRows == 32, "parts of an mma's rows");
+  static_assert(kRows == 8 || kRows == 16 || kRows == 32 || (kRows == 24 && !kUp), "parts of an mma's rows");
   static_assert(kWarps % kSplit == 0, "teams of warps");
 
   using Sums = float[kTiles][kColumns][4];
+  using Rows = SmallRows<T, Operand, Weights::kPerChunk, kSplit>;
 
   const MoeSmallParams& p;
   const Routing& routing;
+  Rows held;
   uint32_t ring;           // this warp's
   int lane, group, place;  // row or token of a fragment, and which of its quad
   int part;                // of K
   int steps, bytes;        // of a row of weights
+  int pass_steps, passes;  // K in passes: down goes over all units with the hidden rows of one, then of the next
   int tiles, units;        // of outputs, of the routing
   int stage = 0;           // that is multiplied next
 
-  __device__ SmallStream(const MoeSmallParams& p, const Routing& routing, uint32_t shared, int warp, int tiles)
+  // `rows`: where those that are held lie.
+  __device__ SmallStream(const MoeSmallParams& p, const Routing& routing, uint32_t shared, uint32_t rows, int warp, int tiles)
       : p(p), routing(routing), ring(shared + warp * kStages * kStageBytes), lane(lane_id()), group(lane / 4), place(lane % 4),
         part(warp % kSplit), tiles(tiles), units(*routing.units) {
     bytes = (kUp ? p.width : p.inner) / Weights::kPerChunk * 16;
     steps = ceil_div(bytes, kSplit * kStepBytes);
+    passes = kUp ? 1 : p.down_passes, pass_steps = ceil_div(steps, passes);
+    held.pieces = rows, held.rows = kUp ? p.tokens : p.tokens * p.k, held.steps = pass_steps, held.depth = kUp ? p.width : p.inner;
   }
 
   // Row `i` of the eight rows `eight` of a tile whose first output is `output`.
@@ -94,9 +103,9 @@ struct SmallStream : Options {
   __device__ static int outputs(const MoeSmallParams& p) { return kUp ? p.inner : p.width; }
   __device__ static int last_row(const MoeSmallParams& p) { return (kGated ? 2 * p.inner : outputs(p)) - 1; }
 
-  // What is copied next. Work `at` is a unit and a tile of outputs; a warp takes every `stride`-th.
+  // What is copied next. Work `at` is a unit and a tile of outputs; a warp takes every `stride`-th, in each pass.
   struct Cursor {
-    int at, stride, total, step;
+    int first, at, stride, total, pass, step, end;
     const char* weights[kEights];
     const T* x[kColumns];
     const float* scales;
@@ -106,7 +115,7 @@ struct SmallStream : Options {
 
   __device__ Cursor begin(int at, int stride, int total) const {
     Cursor c;
-    c.at = at, c.stride = stride, c.total = total, c.step = 0;
+    c.first = c.at = at, c.stride = stride, c.total = total, c.pass = 0;
     if (at < total) aim(c);
     return c;
   }
@@ -118,17 +127,19 @@ struct SmallStream : Options {
   __device__ void aim(Cursor& c) const {
     const auto unit = unit_of(c.at);
     const int output = tile_of(c.at) * kOutputs;
+    c.step = c.pass * pass_steps, c.end = min(c.step + pass_steps, steps);
+    const int before = c.step * kSplit + part;  // steps of all parts
     const char* base = kUp ? p.w13 + unit.expert * p.w13_expert : p.w2 + unit.expert * p.w2_expert;
 #pragma unroll
     for (int i = 0; i < kEights; ++i) {
       const int row = min(row_of(p, output, i, group), last_row(p));  // rows behind the last are not stored
-      c.weights[i] = base + row * (kUp ? p.w13_row : p.w2_row) + part * kStepBytes + place * 16;
+      c.weights[i] = base + row * (kUp ? p.w13_row : p.w2_row) + before * kStepBytes + place * 16;
     }
 #pragma unroll
-    for (int t = 0; t < kColumns; ++t) {
-      const int slot = routing.sorted[unit.first + min(8 * t + group, unit.count - 1)];
+    for (int t = 0; t < kColumns && !kHeld; ++t) {
+      const int slot = slot_of(unit, 8 * t + group);
       c.x[t] = kUp ? static_cast<const T*>(p.x) + slot / p.k * p.x_row : static_cast<const T*>(p.hidden) + static_cast<int64_t>(slot) * p.inner;
-      c.x[t] += part * kStepDepth + place * Weights::kPerChunk;
+      c.x[t] += before * kStepDepth + place * Weights::kPerChunk;
     }
     if constexpr (kBlocks) {
       const int entry = min(lane, kScales - 1), row = min(kRows == 8 ? row_of(p, output, 0, 4 * entry) : row_of(p, output, entry, 0), last_row(p));
@@ -140,12 +151,18 @@ struct SmallStream : Options {
       for (int i = 0; i < kScaleCopies; ++i) {
         const int entry = min(lane + i * kWarpSize, kScaleWords - 1), row = entry / 3;
         const char* first = scales_of(unit.expert, output, row / 8, row % 8);
-        const int offset = part * kScaleStep + entry % 3 * 4 - skew_of(first);
+        const int offset = before * kScaleStep + entry % 3 * 4 - skew_of(first);
         c.words[i] = first + offset;
         c.left[i] = (kUp ? p.width : p.inner) / 32 - offset;
       }
     }
   }
+
+  // Of a column of a product; behind the unit's tokens the last one's.
+  __device__ int slot_of(const typename Routing::Unit& unit, int column) const {
+    return routing.sorted[unit.first + min(column, unit.count - 1)];
+  }
+  __device__ int held_row(int slot) const { return kUp ? slot / p.k : slot; }
 
   // E8M0 scales of a row.
   __device__ const char* scales_of(int expert, int output, int eight, int i) const {
@@ -158,21 +175,24 @@ struct SmallStream : Options {
 
   __device__ void advance(Cursor& c) const {
     if (c.at >= c.total) return;
-    if (++c.step < steps) {
+    if (++c.step < c.end) {
 #pragma unroll
       for (int i = 0; i < kEights; ++i) c.weights[i] += kSplit * kStepBytes;
 #pragma unroll
-      for (int t = 0; t < kColumns; ++t) c.x[t] += kSplit * kStepDepth;
+      for (int t = 0; t < kColumns && !kHeld; ++t) c.x[t] += kSplit * kStepDepth;
 #pragma unroll
       for (int i = 0; i < kScaleCopies; ++i) c.words[i] += kSplit * kScaleStep, c.left[i] -= kSplit * kScaleStep;
       return;
     }
-    c.step = 0;
     c.at += c.stride;
+    if (c.at >= c.total && ++c.pass < passes) c.at = c.first;
     if (c.at < c.total) aim(c);
   }
 
   __device__ uint32_t stage_at(int index) const { return ring + index * kStageBytes; }
+
+  // Where 16 bytes of a row lie among those of eight rows. ldmatrix takes the same place of all rows, from eight different banks.
+  __device__ static int chunk_at(int row, int place) { return (row * 4 + (kFourBit ? place ^ (row / 2 & 3) : place)) * 16; }
 
   // Whether half `half` of the step has anything for this lane.
   __device__ bool exists(const Cursor& c, int half) const {
@@ -185,7 +205,7 @@ struct SmallStream : Options {
     for (int half = 0; half < kHalves; ++half) {
       const bool valid = exists(c, half);
 #pragma unroll
-      for (int i = 0; i < kEights; ++i) cp_async_16(stage + (i * kHalves + half) * 512 + lane * 16, c.weights[i] + half * 64, valid);
+      for (int i = 0; i < kEights; ++i) cp_async_16(stage + (i * kHalves + half) * 512 + chunk_at(group, place), c.weights[i] + half * 64, valid);
     }
     if constexpr (kBlocks) {
       const int block = (c.step * kSplit + part) * kStepDepth / 128;
@@ -200,7 +220,7 @@ struct SmallStream : Options {
   }
 
   __device__ void copy_x(const Cursor& c, uint32_t stage) const {
-    if (c.at >= c.total) return;
+    if (kHeld || c.at >= c.total) return;
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
       const bool valid = exists(c, half);
@@ -210,12 +230,7 @@ struct SmallStream : Options {
 #pragma unroll
           for (int i = 0; i < Weights::kChunksOfX; ++i) {
             const uint32_t target = stage + kXAt + (half * Weights::kChunksOfX + i) * kTokenBytes + t * 512 + lane * 16;
-            const T* source = c.x[t] + half * Weights::kDepth + 8 * i;
-            if constexpr (Options::kCachedX) {
-              cp_async_16_cached(target, source, valid);
-            } else {
-              cp_async_16(target, source, valid);
-            }
+            cp_async_16(target, c.x[t] + half * Weights::kDepth + 8 * i, valid);
           }
         }
       }
@@ -227,22 +242,22 @@ struct SmallStream : Options {
     for (int i = 0; i < kTiles * kColumns * 4; ++i) sums[i / (kColumns * 4)][i / 4 % kColumns][i % 4] = 0.0f;
   }
 
-  using Factor = typename Weights::Factor;
+  // Where a lane finds its piece of x of a step, and how far from it the next one is.
+  struct X {
+    uint32_t at[kColumns];
+    int next;
+  };
 
   // One half's products: rows and x as they lie in a stage. `fresh`: the sums are nothing yet.
-  template <bool Large>
-  __device__ void multiply_half(Sums& sums, uint32_t from, int half, bool fresh, const Factor (&factors)[2 * kTiles]) const {
+  __device__ void multiply_half(Sums& sums, uint32_t from, const X& of_x, int half, bool fresh) const {
     uint32_t rows[2 * kTiles][4], x[kColumns][Weights::kChunksOfX][4];
 #pragma unroll
     for (int i = 0; i < kEights; ++i) load_chunk(rows[i], from + (i * kHalves + half) * 512 + lane * 16);
-    if constexpr (kEights == 1) rows[1][0] = rows[1][1] = rows[1][2] = rows[1][3] = 0;
-    const int token = (kTokens >= 8 ? group : group % kTokens) * 4 + place;
+    if constexpr (kEights % 2 == 1) rows[kEights][0] = rows[kEights][1] = rows[kEights][2] = rows[kEights][3] = 0;
 #pragma unroll
     for (int t = 0; t < kColumns; ++t) {
 #pragma unroll
-      for (int i = 0; i < Weights::kChunksOfX; ++i) {
-        load_chunk(x[t][i], from + kXAt + (half * Weights::kChunksOfX + i) * kTokenBytes + t * 512 + token * 16);
-      }
+      for (int i = 0; i < Weights::kChunksOfX; ++i) load_chunk(x[t][i], of_x.at[t] + (half * Weights::kChunksOfX + i) * of_x.next);
     }
 #pragma unroll
     for (int i = 0; i < Weights::kProducts; ++i) {
@@ -252,51 +267,100 @@ struct SmallStream : Options {
 #pragma unroll
       for (int m = 0; m < kTiles; ++m) {
         uint32_t a[4];
-        Weights::template fragment<Large>(a, rows[2 * m], rows[2 * m + 1], i, factors[2 * m], factors[2 * m + 1]);
+        Weights::fragment(a, rows[2 * m], rows[2 * m + 1], i);
 #pragma unroll
         for (int t = 0; t < kColumns; ++t) {
           if (fresh && i == 0) {
-            mma_m16n8k16_fresh<T>(sums[m][t], a, b[t][0], b[t][1]);
+            mma_m16n8k16_fresh<Operand>(sums[m][t], a, b[t][0], b[t][1]);
           } else {
-            mma_m16n8k16<T>(sums[m][t], a, b[t][0], b[t][1]);
+            mma_m16n8k16<Operand>(sums[m][t], a, b[t][0], b[t][1]);
           }
         }
       }
     }
   }
 
-  // With the scales of 32.
-  __device__ void multiply_scaled(Sums& sums, uint32_t from, const int (&skew)[kEights]) const {
+  // E8M0 scales of this lane's row of each eight: how they lie in their words, and whether one was NaN.
+  struct ScalesOf32 {
+    int skew[kEights];
+    uint32_t special[kEights];
+  };
+
+  // A step's products with scales of 32; `left` of them are of this row, the others of nobody.
+  __device__ void multiply_scaled(Sums& sums, uint32_t from, const X& of_x, ScalesOf32& of_rows, int left) const {
+    uint32_t scales[2 * kTiles][kHalves] = {};
+#pragma unroll
+    for (int i = 0; i < kEights; ++i) {
+      uint32_t words[3];
+#pragma unroll
+      for (int j = 0; j < 3; ++j) words[j] = load_word(from + kScalesAt + 12 * (8 * i + group) + 4 * j);
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        const uint64_t both = static_cast<uint64_t>(words[half + 1]) << 32 | words[half];
+        uint32_t four = static_cast<uint32_t>(both >> 8 * of_rows.skew[i]);
+        if (left < 4 * half + 4) four &= left <= 4 * half ? 0u : ~0u >> 8 * (4 * half + 4 - left);
+        of_rows.special[i] |= ((four & 0x7f7f7f7fu) + 0x01010101u) & four;
+        scales[i][half] = four;
+      }
+    }
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
-      Factor factors[2 * kTiles] = {};
-      bool large = false;
+      uint32_t rows[2 * kTiles][4] = {}, x[kColumns][4][4];
 #pragma unroll
-      for (int i = 0; i < kEights; ++i) {
-        const int at = skew[i] + half * 4 + place;
-        const int e = load_word(from + kScalesAt + 12 * (8 * i + group) + at / 4 * 4) >> at % 4 * 8 & 0xff;
-        factors[i] = Weights::factor(e);
-        large = large || (e > 128 && e < 255);
+      for (int i = 0; i < kEights; ++i) ldmatrix_x4(rows[i], from + (i * kHalves + half) * 512 + chunk_at(lane % 8, lane / 8));
+#pragma unroll
+      for (int t = 0; t < kColumns; ++t) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) load_chunk(x[t][i], of_x.at[t] + (half * 4 + i) * of_x.next);
       }
-      if (__any_sync(kFullWarp, large)) {
-        multiply_half<true>(sums, from, half, false, factors);
-      } else {
-        multiply_half<false>(sums, from, half, false, factors);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m) {
+          uint32_t low[4], high[4];
+          Weights::widen_four_bit(low, rows[2 * m][i]);
+          Weights::widen_four_bit(high, rows[2 * m + 1][i]);
+          const uint32_t first[4] = {low[0], high[0], low[1], high[1]}, second[4] = {low[2], high[2], low[3], high[3]};
+          const float scale[2] = {scale_of(scales[2 * m][half], i), scale_of(scales[2 * m + 1][half], i)};
+#pragma unroll
+          for (int t = 0; t < kColumns; ++t) {
+            float block[4];
+            mma_m16n8k16_fresh<Operand>(block, first, x[t][i][0], x[t][i][1]);
+            mma_m16n8k16<Operand>(block, second, x[t][i][2], x[t][i][3]);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) sums[m][t][j] = fmaf(block[j], scale[j / 2], sums[m][t][j]);
+          }
+        }
       }
     }
   }
 
-  __device__ void multiply(Sums& sums, uint32_t from, const int (&skew)[kEights]) const {
-    const Factor none[2 * kTiles] = {};
+  // 2^(e - 127) of byte `i`, that of e = 0 as well; NaN (255) is not told apart here.
+  __device__ static float scale_of(uint32_t four, int i) {
+    return __uint_as_float(max((i == 3 ? four >> 1 : four << (23 - 8 * i)) & 0x7f800000u, 0x00400000u));
+  }
+
+  // A NaN among a row's scales makes all of its sums NaN.
+  __device__ void spoil(Sums& sums, const ScalesOf32& of_rows) const {
+#pragma unroll
+    for (int i = 0; i < kEights; ++i) {
+      if ((of_rows.special[i] & 0x80808080u) == 0) continue;
+#pragma unroll
+      for (int j = 0; j < 2 * kColumns; ++j) sums[i / 2][j / 2][i % 2 * 2 + j % 2] = __uint_as_float(0x7fc00000u);
+    }
+  }
+
+  // `left`: scales of 32 from this step on.
+  __device__ void multiply(Sums& sums, uint32_t from, const X& of_x, ScalesOf32& of_rows, int left) const {
     if constexpr (kFourBit) {
-      multiply_scaled(sums, from, skew);
+      multiply_scaled(sums, from, of_x, of_rows, left);
     } else if constexpr (!kBlocks) {
 #pragma unroll
-      for (int half = 0; half < kHalves; ++half) multiply_half<false>(sums, from, half, false, none);
+      for (int half = 0; half < kHalves; ++half) multiply_half(sums, from, of_x, half, false);
     } else {
       Sums block;
 #pragma unroll
-      for (int half = 0; half < kHalves; ++half) multiply_half<false>(block, from, half, half == 0, none);
+      for (int half = 0; half < kHalves; ++half) multiply_half(block, from, of_x, half, half == 0);
 #pragma unroll
       for (int m = 0; m < kTiles; ++m) {
         float scale[2];
@@ -314,17 +378,36 @@ struct SmallStream : Options {
     }
   }
 
+  // Back to x as it was.
+  __device__ void unscale(Sums& sums, const typename Routing::Unit& unit) const {
+#pragma unroll
+    for (int i = 0; i < kColumns * 2; ++i) {
+      const int t = i / 2, j = i % 2, row = held_row(slot_of(unit, 8 * t + 2 * place + j));
+      const float factor = __uint_as_float(load_word(held.factor_at(row, part)));
+#pragma unroll
+      for (int m = 0; m < kTiles; ++m) sums[m][t][j] *= factor, sums[m][t][2 + j] *= factor;
+    }
+  }
+
   // One work's products, of this warp's part of K; `next` is what is copied meanwhile.
-  __device__ void run(Sums& sums, Cursor& next, int at) {
+  __device__ void run(Sums& sums, Cursor& next, int at, int pass) {
     clear(sums);
-    int skew[kEights] = {};
+    ScalesOf32 of_rows = {};
     if constexpr (kFourBit) {
       const int expert = unit_of(at).expert, output = tile_of(at) * kOutputs;
 #pragma unroll
-      for (int i = 0; i < kEights; ++i) skew[i] = skew_of(scales_of(expert, output, i, group));
+      for (int i = 0; i < kEights; ++i) of_rows.skew[i] = skew_of(scales_of(expert, output, i, group));
+    }
+    X of_x;
+    const int token = (kTokens >= 8 ? group : group % kTokens) * 4 + place;
+    of_x.next = kHeld ? held.piece_bytes() : kTokenBytes;
+    if constexpr (kHeld) {
+      const auto unit = unit_of(at);
+#pragma unroll
+      for (int t = 0; t < kColumns; ++t) of_x.at[t] = held.address(part, 0, held_row(slot_of(unit, 8 * t + group)), place);
     }
 #pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
+    for (int step = pass * pass_steps; step < min((pass + 1) * pass_steps, steps); ++step) {
       cp_async_wait<kStages - 2>();
       __syncwarp();  // every lane's copies have landed, and all have read the stage that is filled now
       const uint32_t target = stage_at(stage == 0 ? kStages - 1 : stage - 1);
@@ -332,9 +415,16 @@ struct SmallStream : Options {
       copy_x(next, target);
       cp_async_commit();
       advance(next);
-      if ((step * kSplit + part) * kStepBytes < bytes) multiply(sums, stage_at(stage), skew);
+#pragma unroll
+      for (int t = 0; t < kColumns && !kHeld; ++t) of_x.at[t] = stage_at(stage) + kXAt + t * 512 + token * 16;
+      const int from = (step * kSplit + part) * kStepBytes;
+      if (from < bytes) multiply(sums, stage_at(stage), of_x, of_rows, (bytes - from) / 16);
+#pragma unroll
+      for (int t = 0; t < kColumns && kHeld; ++t) of_x.at[t] += Rows::kPerStep * of_x.next;
       stage = stage + 1 == kStages ? 0 : stage + 1;
     }
+    if constexpr (kFourBit) spoil(sums, of_rows);
+    if constexpr (Rows::kConverted) unscale(sums, unit_of(at));
   }
 };
 
