@@ -9,7 +9,7 @@ kernels out.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
@@ -52,10 +52,31 @@ def operator(name: str) -> Callable[[Op], Op]:
     def mark(op: Op) -> Op:
         # A frame of its own is never compiled: called from compiled code's breaks it runs as it is.
         _dynamo.set_code_exec_strategy(op.__code__, _SKIP)
-        vars(op)["_torchdynamo_inline"] = getattr(recorded, name)  # what dynamo traces instead
+        call = getattr(recorded, name)
+        _tell_dynamo(op, _torchdynamo_inline=call)  # what dynamo traces instead
+        if "." not in op.__qualname__:  # what torch.compile(op) compiles; a method would lose its object
+            _tell_dynamo(op, _torchdynamo_orig_callable=call, _torchdynamo_wrapper_id=id(op))
         return op
 
     return mark
+
+
+class _Own(dict[str, Any]):
+    """Attributes of a function, of which a copy has none of dynamo's.
+
+    functools.wraps copies all: what somebody wraps around one of our functions would not be traced, but what dynamo traces for ours.
+    """
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def keys(self) -> Any:
+        return [key for key in dict.keys(self) if not key.startswith("_torchdynamo")]
+
+
+def _tell_dynamo(op: Callable[..., Any], **attributes: Any) -> None:
+    op.__dict__ = _Own(vars(op)) if type(vars(op)) is dict else vars(op)
+    dict.update(vars(op), attributes)
 
 
 def outside_graphs(what: str) -> Callable[[Op], Op]:
@@ -66,7 +87,7 @@ def outside_graphs(what: str) -> Callable[[Op], Op]:
     def mark(op: Op) -> Op:
         # What torch.compiler.disable comes to, without a function around every call, and without importing dynamo, which takes a second.
         _dynamo.set_code_exec_strategy(op.__code__, _SKIP)
-        vars(op).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=why)
+        _tell_dynamo(op, _torchdynamo_disable=True, _torchdynamo_disable_msg=why)
         return op
 
     return mark

@@ -178,6 +178,9 @@ class GroupedGemmTensors(NamedTuple):
              K count from the start of T, whatever the groups are
 
     bias (E, N), stride 0 over the groups where they share it.
+
+    rows (T) int32: of a gathered problem, whose a and scale_a have other numbers of rows, the row of a for each row of the product;
+    behind the last group any numbers.
     """
 
     a: torch.Tensor
@@ -193,6 +196,7 @@ class GroupedGemmTensors(NamedTuple):
     out_scale: torch.Tensor | None = None
     alpha: float = 0.0
     limit: float = 0.0
+    rows: torch.Tensor | None = None
 
 
 class QuantizeTensors(NamedTuple):

@@ -166,7 +166,8 @@ def _ready(device: torch.device) -> Callable[[Any], None]:
 
     def ready(kernel: Any) -> None:
         if isinstance(kernel, CudaKernel) and kernel.handle:
-            launcher().cuda_make_ready(kernel.handle, index)
+            for name in kernel.spec.entries:
+                launcher().cuda_make_ready(kernel.entry(name).handle, index)
 
     return ready
 

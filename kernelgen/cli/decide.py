@@ -9,7 +9,7 @@ from kernelgen.cli.options import Options
 from kernelgen.dispatch.decision import Decision
 from kernelgen.targets import Target
 
-_ALIGNMENTS = ("alignment", "cache_alignment")
+_ALIGNMENTS = ("alignment", "cache_alignment", "out_alignment")
 
 
 def decide(op: str, options: Options, target: str | Target | None, backend: str) -> tuple[Decision, bool]:

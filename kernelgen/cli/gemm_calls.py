@@ -35,6 +35,8 @@ _SCALES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tensor": ((), ()), "row": (("m", "one"), ("one", "n")), "block_128x128": (("m", "kb"), ("kb", "nb")),
     "block_1x128": (("m", "kb"), ("kb", "n")),
 }
+_OUT_ALIGNMENT = click.option("--out-alignment", type=click.Choice(("1", "2", "4", "8", "16")), help="As --alignment, of c and out; that "
+                              "is of a and b.")
 _EPILOGUE: tuple[Callable[..., Any], ...] = (
     flag("--bias"), element("--bias-dtype", "With a bias of this type (default: the output's)."), ACTIVATION, GATE_UP,
     flag("--c", "Add c (a residual)."), element("--c-dtype", "With a c of this type (default: the output's)."),
@@ -45,7 +47,7 @@ _EPILOGUE: tuple[Callable[..., Any], ...] = (
     choice("--weight", ("int4", "mxfp4"), "b is a packed weight."),
     click.option("--group-size", type=click.Choice(("32", "64", "128")), default="128", show_default=True, help="Of int4 weights."),
     element("--weight-scale-dtype", "Element type of the scales of int4 weights (default: a's)."),
-    flag("--zero-points", "int4 weights with zero points."), NONDETERMINISTIC, DTYPE, ALIGNMENT, GRAD,
+    flag("--zero-points", "int4 weights with zero points."), NONDETERMINISTIC, DTYPE, ALIGNMENT, _OUT_ALIGNMENT, GRAD,
 )
 _ORDERS = (
     choice("--a-order", ("row", "col"), "Which dimension of a is contiguous.", default="row", show_default=True),
@@ -78,11 +80,16 @@ def _weight(o: Options, lead: tuple[int, ...], k: int, n: int) -> Any:
     return PackedWeight(o["weight"], shape, group, bytes_of((*lead, n, -(-k // 2))), scale, zero)
 
 
+def _side_dtype(o: Options) -> str:
+    """Of bias and c: the output's; float32 beside codes."""
+    out_dtype: str = o["out_dtype"] or ("bf16" if o["dtype"] in FP8 else o["dtype"])
+    return "fp32" if out_dtype in FP8 else out_dtype
+
+
 def _features(o: Options, lead: tuple[int, ...], m: int, n: int, k: int) -> dict[str, Any]:
     """Keyword arguments that all products share; ``lead``: leading dimensions of the output."""
     outputs = n // 2 if o["activation"] in ("swiglu", "geglu") else n
-    out_dtype = o["out_dtype"] or ("bf16" if o["dtype"] in FP8 else o["dtype"])
-    side_dtype = "fp32" if out_dtype in FP8 else out_dtype
+    side_dtype = _side_dtype(o)
     kwargs: dict[str, Any] = {
         "activation": o["activation"], "gate_up": o["gate_up"], "out_dtype": torch_dtype(o["out_dtype"]), "accumulate": o["accumulate"],
         "out_scale": o["out_scale"], "deterministic": not o["nondeterministic"],
@@ -111,7 +118,7 @@ def _grouped(o: Options, *, masked: bool) -> Call:
     a = _matrix((groups, m, k) if masked else (m, k), o["a_order"], o["dtype"], grad=o["grad"])
     features = _features(o, (groups,) if masked or by_k else (), m, n, k)
     if o["bias_per_group"]:
-        features["bias"] = meta((groups, n), o["bias_dtype"] or "fp32")
+        features["bias"] = meta((groups, n), o["bias_dtype"] or _side_dtype(o))
     return Call((a, _weight(o, () if by_k else (groups,), k, n), index(groups)), features)
 
 

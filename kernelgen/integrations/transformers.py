@@ -178,6 +178,7 @@ def _any_code(function: Callable[..., Any]) -> Any:
     return getattr(function, "__code__", None)
 
 
+_SAMPLE = torch.empty(0, device="cpu")
 # Mask functions are made by factories: one sample of each tells the code that all of its functions share.
 _READERS: dict[Any, Callable[[dict[str, Any]], Pattern | None]] = {
     _any_code(masking_utils.causal_mask_function): lambda _: Pattern(right=0),
@@ -185,9 +186,9 @@ _READERS: dict[Any, Callable[[dict[str, Any]], Pattern | None]] = {
     _any_code(masking_utils.sliding_window_overlay(1)): lambda values: Pattern(left=values["sliding_window"] - 1),
     _any_code(masking_utils.sliding_window_bidirectional_overlay(1)):
         lambda values: Pattern(left=values["sliding_window"], right=values["sliding_window"]),
-    _any_code(masking_utils.packed_sequence_mask_function(torch.empty(0))):
+    _any_code(masking_utils.packed_sequence_mask_function(_SAMPLE)):
         lambda values: Pattern(documents=values["packed_sequence_mask"]),
-    _any_code(masking_utils.remap_positions_for_packed_sequence(masking_utils.causal_mask_function, torch.empty(0))): _read_remapped,
+    _any_code(masking_utils.remap_positions_for_packed_sequence(masking_utils.causal_mask_function, _SAMPLE)): _read_remapped,
     _any_code(masking_utils.and_masks()): _read_all,
 }
 

@@ -53,6 +53,9 @@ class TensorMapRecipe:
         )
 
 
+_entries: dict[tuple[int, str], int] = {}
+
+
 @dataclass(frozen=True)
 class CudaKernel:
     """A loaded CUDA kernel; ``handle`` is a CUkernel, valid on every device of the process."""
@@ -63,8 +66,10 @@ class CudaKernel:
 
     def entry(self, name: str, params: ParamStruct | None = None) -> CudaKernel:
         """Another entry of the same binary, as a kernel of its own; ``params``: its arguments, where they are not the spec's."""
-        handle = launcher().cuda_load(self.image, name) if self.handle else 0
-        return CudaKernel(replace(self.spec, entries=(name,), params=params or self.spec.params), handle, self.image)
+        key = (self.handle, name)
+        if self.handle and key not in _entries:  # a prepared call of each shape asks for it, and the driver would load the binary again
+            _entries[key] = self.handle if name == self.spec.entries[0] else launcher().cuda_load(self.image, name)
+        return CudaKernel(replace(self.spec, entries=(name,), params=params or self.spec.params), _entries.get(key, 0), self.image)
 
     def prepare(
         self,

@@ -98,7 +98,7 @@ def _function_of(o: Overload, reverse: Any) -> Any:
     return Recomputed
 
 
-_HOLE = torch.empty(0)
+_HOLE = torch.empty(0, device="cpu")
 
 
 def _differentiable(t: torch.Tensor) -> bool:

@@ -1,7 +1,7 @@
 """Operators of torch from the rows of the table: schemas, kernels, fake kernels, and the call that graphs record.
 
 Nothing is compiled or loaded here; a kernel is the public function, found when it first runs. What calls the operators is in
-``recorded.py``.
+``recorded.py``, and what takes an operator's arguments to the public function in ``kernels.py``.
 """
 
 from __future__ import annotations
@@ -59,27 +59,41 @@ class Overload(NamedTuple):
     def qualified(self) -> str:
         return f"{NAMESPACE}::{self.row.name}" + (f".{self.name}" if self.name else "")
 
+    @property
+    def taken(self) -> int:
+        """Arguments of the schema; of a brief one fewer than ``flat`` has, and a call with more is the full one."""
+        return self.schema.partition(") -> ")[0].count(",") + 1
+
     def operator(self) -> Any:
         return getattr(getattr(torch.ops.kernelgen, self.row.name), self.name or "default")
 
 
 def overloads_of(row: Row) -> list[Overload]:
-    """Plain, with one result more, and with given outputs; each also for the row's ``also``."""
+    """Plain, with one result more, and with given outputs; each also for the row's ``also``. A plain one that is brief has a full one."""
     forms: list[tuple[str, int, tuple[str, ...], Mapping[str, Any], bool]] = [("", row.results, (), {}, row.gradient)]
     if row.more is not None:
         forms.append((row.more.name, row.results + 1, (), row.more.fixed, row.gradient))
     if row.outputs:
         forms.append(("out", 0, row.written, {}, False))
     made = [_overload(row, name, results, outputs, (), fixed, gradient, False) for name, results, outputs, fixed, gradient in forms]
-    if row.brief:  # every argument of a schema costs a call 0.1 us
-        made = [_shortened(made[0]), made[0]._replace(name="full"), *made[1:]]
+    made = _with_brief(row, made)
     also = row.also
     if also is not None:
+        twins = []
         for name, results, outputs, fixed, _ in forms:
             count = results if also.results is None or outputs else also.results
             joined = f"{also.name}_{name}" if name else also.name
-            made.append(_overload(row, joined, count, outputs, also.writes, {**fixed, **also.fixed}, False, also.uncaptured))
+            twins.append(_overload(row, joined, count, outputs, also.writes, {**fixed, **also.fixed}, False, also.uncaptured))
+        made += _with_brief(row, twins)
     return made
+
+
+def _with_brief(row: Row, made: list[Overload]) -> list[Overload]:
+    """Every argument of a schema costs a call 0.1 us."""
+    if not row.brief:
+        return made
+    name = made[0].name
+    return [_shortened(made[0]), made[0]._replace(name=f"{name}_full" if name else "full"), *made[1:]]
 
 
 def _overload(
@@ -134,9 +148,7 @@ def _function(row: Row) -> Callable[..., Any]:
     return function
 
 
-def arguments(
-    o: Overload, flat: Sequence[Any], wanted: Container[str] | None = None, *, renamed: bool = False,
-) -> dict[str, Any]:
+def arguments(o: Overload, flat: Sequence[Any], wanted: Container[str] | None = None, *, renamed: bool = False) -> dict[str, Any]:
     """The public arguments by name from an operator's own; what the dispatcher left out as a default is left out.
 
     ``wanted``: no others. ``renamed``: a method's object is "self".
@@ -159,43 +171,47 @@ def arguments(
 
 
 def kernel_of(o: Overload) -> Callable[..., Any]:
-    """The public function behind the operator's flat arguments. Most calls have few of them, which are public ones as they are."""
-    names = _plain_names(o)
-    positional = {p.name for p in o.row.all_parameters if not p.keyword}
-    first = next((i for i, name in enumerate(names) if name not in positional), len(names))
-    if names[:first] != tuple(p.name for p in o.row.all_parameters[:first]):
-        first = 0
-    keywords, most = names[first:], len(names)
-    pack, refused, fixed, nothing = o.row.pack, not o.has_gradient, dict(o.fixed), not o.results
-    function: Callable[..., Any] | None = None
+    """The public function behind the operator's flat arguments, taken apart as ``kernels.py`` has it."""
+    pack, refused = o.row.pack, not o.has_gradient
+    call: Callable[..., Any] | None = None
 
     def kernel(*flat: Any) -> Any:
-        nonlocal function
-        if function is None:
-            function = _function(o.row)
+        nonlocal call
         if refused and _grad_enabled() and _any_requires_grad(*flat):
             raise no_gradient(o)
-        count = len(flat)
-        if count <= first:
-            value = function(*flat, **fixed) if fixed else function(*flat)
-        elif count <= most:
-            value = function(*flat[:first], **dict(zip(keywords, flat[first:])), **fixed)
-        else:
-            value = function(**arguments(o, flat, renamed=True), **fixed)
-        if nothing:
-            return None
-        return value if pack is None else pack(value)
+        if call is None:
+            call = _call_of(o)
+        return call(*flat) if pack is None else pack(call(*flat))
 
     return kernel
 
 
-def _plain_names(o: Overload) -> tuple[str, ...]:
-    """Of the leading arguments that are public ones as they are; a weight is one where it is not packed."""
-    found: list[str] = []
-    by_place = {slot.places[0]: slot for slot in o.slots if slot.places}
-    while (slot := by_place.get(len(found))) is not None and (slot.join is None or slot.join is FORMS["Weight"].join):
-        found.append(slot.name)
-    return () if o.writes and o.row.pair else tuple(found)
+def _call_of(o: Overload) -> Callable[..., Any]:
+    function, nothing, fixed = _function(o.row), not o.results, dict(o.fixed)
+    if is_written(o):
+        from kernelgen.library import kernels
+
+        written: Callable[..., Any] = getattr(kernels, kernel_name(o))(function)
+        return written
+
+    def call(*flat: Any) -> Any:
+        value = function(**arguments(o, flat, renamed=True), **fixed)
+        return None if nothing else value
+
+    return call
+
+
+_MOST_WRITTEN = 12  # arguments: the many of the rarer operators are found by name, which takes them 3 us
+
+
+def is_written(o: Overload) -> bool:
+    """Whether ``kernels.py`` has the operator's kernel."""
+    return o.taken <= _MOST_WRITTEN
+
+
+def kernel_name(o: Overload) -> str:
+    """Of an operator's kernel in ``kernels.py``."""
+    return f"{o.row.name}_{o.name}" if o.name else o.row.name
 
 
 def no_gradient(o: Overload) -> NoBackendError:
@@ -255,6 +271,8 @@ def _register(row: Row) -> None:
         torch.library.register_fake(o.qualified, fake_of(o), lib=_library)
         if o.has_gradient:
             gradients.register(_library, o, kernel)
+        else:  # the kernel looks itself, and torch's own Autograd kernel would take a second way through the dispatcher
+            _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
 
 
 for _row in ROWS:

@@ -154,6 +154,11 @@ def attention_run(
             return torch.ops.kernelgen.attention_run.once_lse(plan, q, kv_cache, *tail)
         else:
             return torch.ops.kernelgen.attention_run.lse(plan, q, kv_cache, *tail)
+    if len(tail) > 1:
+        if also:
+            return torch.ops.kernelgen.attention_run.once_full(plan, q, kv_cache, *tail)
+        else:
+            return torch.ops.kernelgen.attention_run.full(plan, q, kv_cache, *tail)
     if also:
         return torch.ops.kernelgen.attention_run.once(plan, q, kv_cache, *tail)
     else:
@@ -209,10 +214,16 @@ def rope(
     also = inplace
     scaling, = forms.split_scaling(scaling)
     tail = helpers.trimmed((theta, cos_sin_cache, rotary_dim, interleaved, scaling, backend), (10000.0, None, None, False, None, "auto"))
-    if also:
-        made = torch.ops.kernelgen.rope.inplace(q, k, positions, *tail)
+    if len(tail) > 2:
+        if also:
+            made = torch.ops.kernelgen.rope.inplace_full(q, k, positions, *tail)
+        else:
+            made = torch.ops.kernelgen.rope.full(q, k, positions, *tail)
     else:
-        made = torch.ops.kernelgen.rope.default(q, k, positions, *tail)
+        if also:
+            made = torch.ops.kernelgen.rope.inplace(q, k, positions, *tail)
+        else:
+            made = torch.ops.kernelgen.rope.default(q, k, positions, *tail)
     return helpers.both_turned(made, q, k, inplace)
 
 
@@ -366,6 +377,8 @@ def quantize_fp8(
     if writes:
         torch.ops.kernelgen.quantize_fp8.out(x, out, out_scales, *tail)
         return (out, out_scales)
+    if len(tail) > 2:
+        return torch.ops.kernelgen.quantize_fp8.full(x, *tail)
     return torch.ops.kernelgen.quantize_fp8.default(x, *tail)
 
 
@@ -378,6 +391,11 @@ def route(
     tail = helpers.trimmed((
         method, renormalize, bias, num_groups, topk_groups, scaling, backend,
     ), ("softmax", True, None, None, None, 1.0, "auto"))
+    if len(tail) > 2:
+        if also:
+            return torch.ops.kernelgen.route.counts_full(logits, k, counts, *tail)
+        else:
+            return torch.ops.kernelgen.route.full(logits, k, *tail)
     if also:
         return torch.ops.kernelgen.route.counts(logits, k, counts, *tail)
     else:

@@ -156,7 +156,7 @@ ROWS: tuple[Row, ...] = (
     Row("attention_run", "paged:AttentionPlan.run",
         "Plan plan, Tensor q, Cache kv_cache, *, Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? mask=None, Scale q_scale=None, "
         "Scale k_scale=None, Scale v_scale=None, VariantArgs variant_args=None, Fixed return_lse=False, Tensor? out=None, "
-        "Tensor? lse=None", shapes.over_cache, also=Also("once", "not plan.captured", uncaptured=True), **_ATTENTION),
+        "Tensor? lse=None", shapes.over_cache, also=Also("once", "not plan.captured", uncaptured=True), brief=1, **_ATTENTION),
     Row("mla_run", "mla:MLAPlan.run",
         "Plan plan, Tensor q_nope, Tensor q_rope, Tensor ckv_cache, Tensor? k_rope_cache=None, *, Scale k_scale=None, "
         "Fixed return_lse=False, Tensor? out=None, Tensor? lse=None", shapes.latent,
@@ -164,7 +164,7 @@ ROWS: tuple[Row, ...] = (
     Row("merge_states", "merge:merge_states", 'Tensor outs, Tensor lses, *, Tensor? out=None, Tensor? lse=None, str backend="auto"',
         shapes.merge_states, results=2, outputs=("out", "lse"), gradient=True),
     Row("rope", "rope:rope", f'Tensor q, Tensor k, Tensor positions, *, {_ROTATION}, Fixed inplace=False, str backend="auto"', shapes.rope,
-        results=2, gradient=True, also=Also("inplace", "inplace", ("q", "k"), results=0, fixed={"inplace": True}),
+        results=2, gradient=True, brief=2, also=Also("inplace", "inplace", ("q", "k"), results=0, fixed={"inplace": True}),
         unpack=("both_turned", "q", "k", "inplace")),
     Row("append_kv", "append:append_kv",
         "Cache! kv_cache, Tensor k, Tensor v, PageTable page_table=None, *, "
@@ -182,11 +182,11 @@ ROWS: tuple[Row, ...] = (
     Row("grouped_gemm_masked", "grouped:grouped_gemm_masked", f"Tensor a, Weight b, Numbers counts, *, {_EPILOGUE}", **_GROUPED),
     Row("quantize_fp8", "quantize:quantize_fp8",
         'Tensor x, str recipe="tensor", *, CodeType dtype=None, str? activation=None, str gate_up="gate_first", Output out=None, '
-        'str backend="auto"', shapes.quantize_fp8, results=2, outputs=("out",), gradient=True),
+        'str backend="auto"', shapes.quantize_fp8, results=2, outputs=("out",), gradient=True, brief=2),
     Row("route", "route:route",
         'Tensor logits, SymInt k, *, str method="softmax", bool renormalize=True, Tensor? bias=None, SymInt? num_groups=None, '
         'SymInt? topk_groups=None, float scaling=1.0, Tensor!? counts=None, str backend="auto"', shapes.route, results=2, gradient=True,
-        also=Also("counts", "counts is not None", ("counts",))),
+        brief=2, also=Also("counts", "counts is not None", ("counts",))),
     Row("moe_sort", "moe_pieces:moe_sort", 'Tensor ids, SymInt num_experts, *, ExpertMap expert_map=None, str backend="auto"',
         shapes.moe_sort, pack=_memory_of, unpack=("sort_in", "ids", "num_experts")),
     Row("moe_permute", "moe_pieces:moe_permute", 'Tensor x, MoESort sort, *, Tensor? weights=None, str backend="auto"', shapes.moe_permute,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernelgen.errors import DeviceError, DtypeError, LayoutError, SettingsError, ShapeError
-from kernelgen.guard import check_memory
+from kernelgen.guard import address_of, check_memory
 from kernelgen.library.written import no_gradient
 
 
@@ -72,6 +72,44 @@ def check_output(name: str, t: torch.Tensor, shape: tuple[int, ...], dtype: torc
         check_takes_no_gradient(name, t, leave=name.partition(" ")[0])
 
 
+def span_of(t: torch.Tensor) -> int:
+    """Bytes from the first element of a tensor to behind its last."""
+    return (sum((extent - 1) * stride for extent, stride in zip(t.shape, t.stride())) + 1) * t.element_size() if t.numel() else 0
+
+
+def _window(t: torch.Tensor, pitch: int) -> int:
+    """Bytes of a tensor in each ``pitch`` bytes, where that many lie between its rows; else more than fit."""
+    size, inner = t.element_size(), t.element_size()
+    for extent, stride in zip(t.shape, t.stride()):
+        if extent > 1 and stride * size < pitch:
+            inner += (extent - 1) * stride * size
+        elif extent > 1 and stride * size % pitch:
+            return pitch + 1
+    return inner
+
+
+def overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Do two tensors share memory? Columns of one buffer do not, though its rows alternate between them."""
+    begin, other = address_of(x), address_of(y)
+    if not begin or not other or begin >= other + span_of(y) or other >= begin + span_of(x):
+        return False
+    pitches = [{stride * t.element_size() for extent, stride in zip(t.shape, t.stride()) if extent > 1} for t in (x, y)]
+    for pitch in pitches[0] & pitches[1]:
+        between = (other - begin) % pitch if pitch else 0
+        if _window(x, pitch) <= between and between + _window(y, pitch) <= pitch:
+            return False
+    return True
+
+
+def check_apart(name: str, written: torch.Tensor | None, /, **read: torch.Tensor | None) -> None:
+    """Nothing that a call reads lies where it writes: a kernel would read what it has written already."""
+    if written is None or written.device.type == "meta":
+        return
+    for other, t in read.items():
+        if t is not None and overlap(written, t):
+            raise LayoutError(f"{name}: got memory that {other} lies in, expected memory of its own; give another tensor, or none")
+
+
 def check_takes_no_gradient(name: str, t: torch.Tensor, *, leave: str = "") -> None:
     """A tensor that is written to past autograd, refused as the operator refuses it. ``leave``: the argument that may be left out.
 
@@ -90,7 +128,7 @@ def index_tensor(name: str, t: torch.Tensor, length: int | None, device: torch.d
     if t.dim() != 1 or (length is not None and t.shape[0] != length):
         raise ShapeError(f"{name}: got shape {shape_text(t)}, expected ({'n' if length is None else length})")
     if t.device != device:
-        raise DeviceError(f"{name} is on {t.device}, expected {device}, the device of q; move it with .to()")
+        raise DeviceError(f"{name} is on {t.device}, expected {device}, where the other tensors are; move it with .to()")
     if t.dtype == torch.int64 and t.device.type == "cpu" and t.numel() and not -(2**31) <= int(t.min()) <= int(t.max()) < 2**31:
         raise ShapeError(f"{name}: got values from {int(t.min())} to {int(t.max())}, expected ones that an int32 holds")
     return t.to(torch.int32).contiguous()

@@ -24,28 +24,32 @@ from kernelgen.guard import (
     watched,
 )
 from kernelgen.library.written import wrote
-from kernelgen.ops.checks import check_tensors, shape_text
+from kernelgen.ops.checks import check_apart, check_tensors, shape_text
 from kernelgen.ops.memo import layout_of, new_memo, remember
 from kernelgen.ops.products import (
     Epilogue,
     Output,
     Result,
     Weight,
-    alignment,
+    alignment_of_operands,
     as_batch,
     beta_of,
     check_addend,
     check_bias,
     check_operands,
     check_options,
+    check_results_apart,
     make_result,
+    meeting,
     operand_scales,
     order_of,
+    other_addend,
     outputs_of,
     scale_view,
     split_output,
 )
 from kernelgen.ops.weights import PackedWeight
+from kernelgen.problems.common import alignment_of
 from kernelgen.problems.gemm import GemmProblem
 from kernelgen.targets import Target, target_of
 from kernelgen.tensors import GemmTensors
@@ -147,17 +151,21 @@ def _prepared_generated(sample: Described, run: Any) -> Callable[..., Any]:
     shape, dtype, same, beta = tuple(out.shape), out.dtype, out.dtype == sample.tensors.a.dtype, sample.tensors.beta
     scale_shape = None if scale is None else tuple(scale.shape)
     packed, pack = sample.problem.weight_format is not None, GemmTensors
+    meets = meeting(out, sample.tensors)
 
     def call(a: torch.Tensor, b: Any, bias: Any, c: Any, scale_a: Any, scale_b: Any, out: Any) -> Any:
         zero = scale = None
         if packed:
             b, scale_b, zero = b.codes, b.scale, b.zero
-        if out is not None:
-            wrote(out)
+        given = out
         if scale_shape is not None:
             out, scale = split_output(out, "")
             scale = a.new_empty(scale_shape, dtype=torch.float32) if scale is None else scale
-        if out is None:
+        if out is not None:
+            if meets(out, a, b, c):
+                check_apart("out", out, a=a, b=b, c=other_addend(c, beta, out))
+            wrote(given)
+        else:
             out = a.new_empty(shape) if same else a.new_empty(shape, dtype=dtype)
         run(pack(a, b, out, bias, c, beta, scale_a, scale_b, zero, scale))
         return out if scale is None else (out, scale)
@@ -167,10 +175,12 @@ def _prepared_generated(sample: Described, run: Any) -> Callable[..., Any]:
 
 def _prepared(sample: GemmTensors, shape: tuple[int, ...], run: Any) -> Callable[..., Any]:
     """The repeated call of a wrapped backend: three-dimensional views of the operands, one allocation, run."""
-    dtype, device, flat = sample.out.dtype, sample.out.device, sample.out.shape
+    dtype, device, flat, meets = sample.out.dtype, sample.out.device, sample.out.shape, meeting(sample.out, sample)
 
     def call(a: torch.Tensor, b: torch.Tensor, bias: Any, c: Any, scale_a: Any, scale_b: Any, out: Any) -> torch.Tensor:
         target = torch.empty(flat, dtype=dtype, device=device) if out is None else as_batch(out)
+        if out is not None and meets(out, a, b, None):
+            check_apart("out", out, a=a, b=b)
         result = run(GemmTensors(as_batch(a), as_batch(b), target, bias))
         if result is not None:
             return result.view(shape)
@@ -225,6 +235,8 @@ def _describe(a: torch.Tensor, b: Weight, scale_a: torch.Tensor | None, scale_b:
     check_addend(e.c, shape)
     grad = needs_torch(a, parts[0], e.bias, e.c, scale_a, scale_b)
     result = make_result(e, a, shape, grad=grad)
+    if e.out is not None:
+        check_results_apart(result, e, a=a, b=parts[0], scale_a=scale_a, scale_b=scale_b)
     # With a shared b the batch stays: folding it into M would ask for more of a's strides. What does not fold is copied, and an
     # output copied back in the end.
     a3, out3, c3 = as_batch(a), as_batch(result.out), None if e.c is None else as_batch(e.c)
@@ -233,9 +245,9 @@ def _describe(a: torch.Tensor, b: Weight, scale_a: torch.Tensor | None, scale_b:
         batch=a3.shape[0], m=a.shape[-2], n=n, k=k, a_dtype=dtype_name(a.dtype), out_dtype=dtype_name(result.dtype),
         a_order=order_of("a", a3), batched_b=bool(lead), bias=e.bias is not None, activation=e.activation,
         gate_up=e.gate_up, accumulate_c=e.c is not None, scales=scales, out_scale=e.out_scale,
-        accumulate=e.accumulate, deterministic=bool(e.deterministic), alignment=alignment(a3, b3, c3, out3), requires_grad=grad,
+        accumulate=e.accumulate, deterministic=bool(e.deterministic), requires_grad=grad,
         bias_dtype=dtype_name(e.bias.dtype) if e.bias is not None else None, c_dtype=dtype_name(e.c.dtype) if e.c is not None else None,
-        **words,
+        alignment=alignment_of_operands(a3, b3), out_alignment=alignment_of(c3, out3), **words,
     )
     out_scale = scale_view(e.out_scale, result.scale)
     return Described(problem, GemmTensors(a3, b3, out3, e.bias, c3, beta_of(e), view_a, view_b, zero, out_scale), result)

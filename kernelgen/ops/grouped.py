@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import index as operator_index
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DtypeError, ShapeError
 from kernelgen.guard import ORDINARY, check_backend, check_flags, check_required, needs_torch, operator, record, through_torch, watched
 from kernelgen.library.written import wrote
-from kernelgen.ops.checks import check_tensors, index_tensor, shape_text
+from kernelgen.ops.checks import check_apart, check_tensors, index_tensor, shape_text
 from kernelgen.ops.gemm import deliver, describe_b, is_view, packed_parts
 from kernelgen.ops.memo import layout_of, new_memo, remember
 from kernelgen.ops.products import (
@@ -21,20 +22,24 @@ from kernelgen.ops.products import (
     Output,
     Result,
     Weight,
-    alignment,
+    alignment_of_operands,
     as_batch,
     beta_of,
     check_addend,
     check_bias,
     check_operands,
     check_options,
+    check_results_apart,
     make_result,
+    meeting,
     order_of,
+    other_addend,
     outputs_of,
     scale_view,
     split_output,
 )
 from kernelgen.ops.weights import PackedWeight
+from kernelgen.problems.common import alignment_of
 from kernelgen.problems.gemm import GroupedGemmProblem
 from kernelgen.settings import settings
 from kernelgen.targets import Target, target_of
@@ -140,17 +145,20 @@ def _prepared(sample: _Described, run: Any) -> Callable[..., Any]:
     out, scale, problem = sample.result.out, sample.result.scale, sample.problem
     shape, dtype, beta = tuple(out.shape), out.dtype, sample.tensors.beta
     scale_shape = None if scale is None else tuple(scale.shape)
-    packed = problem.weight_format is not None
+    packed, meets = problem.weight_format is not None, meeting(out, sample.tensors)
 
     def call(a: torch.Tensor, b: Any, ends: Any, scale_a: Any, scale_b: Any, e: Epilogue) -> Any:
         zero = scale = None
         if packed:
             b, scale_b, zero = b.codes, b.scale, b.zero
         _check_ends(problem.grouping, ends, _limit(problem))
-        if e.out is not None:
-            wrote(e.out)
         out, scale = split_output(e.out, e.out_scale)
-        out = a.new_empty(shape, dtype=dtype) if out is None else out
+        if out is None:
+            out = a.new_empty(shape, dtype=dtype)
+        else:
+            if meets(out, a, b, e.c):
+                check_apart("out", out, a=a, b=b, c=other_addend(e.c, beta, out))
+            wrote(e.out)
         if scale_shape is not None and scale is None:
             scale = a.new_empty(scale_shape, dtype=torch.float32)
         ends = ends.to(torch.int32).contiguous()  # itself, where it is so already: kernels read them one behind the other
@@ -189,7 +197,8 @@ def _describe(
     check_options(e)
     grouping, groups, (m, k, n) = _extents(masked, a, b, ends)
     limit = k if grouping == "k" else m
-    ends = _ends("counts" if masked else "offsets", ends, groups, a.device)
+    name = "counts" if masked else "offsets"
+    ends = _ends(name, ends, groups, a.device)
     _check_ends(grouping, ends, limit)
     outputs = outputs_of(e.activation, n)
     shape = (m, outputs) if grouping == "rows" else (groups, m, outputs)
@@ -197,6 +206,8 @@ def _describe(
     check_addend(e.c, shape)
     grad = needs_torch(a, parts[0], e.bias, e.c, scale_a, scale_b)
     result = make_result(e, a, shape, grad=grad)
+    if e.out is not None:
+        check_results_apart(result, e, a=a, b=parts[0], scale_a=scale_a, scale_b=scale_b, **{name: ends})
     a3, out3, c3 = as_batch(a), as_batch(result.out), None if e.c is None else as_batch(e.c)
     b3, scales, view_a, view_b, zero, words = describe_b(a, b, scale_a, scale_b)
     bias = e.bias if e.bias is None or e.bias.dim() == 2 else e.bias.unsqueeze(0).expand(groups, n)
@@ -204,9 +215,9 @@ def _describe(
         batch=groups, m=m, n=n, k=k, grouping=grouping, a_dtype=dtype_name(a.dtype), out_dtype=dtype_name(result.dtype),
         a_order=order_of("a", a3), batched_b=grouping != "k", bias=e.bias is not None, activation=e.activation, gate_up=e.gate_up,
         accumulate_c=e.c is not None, scales=scales, out_scale=e.out_scale, accumulate=e.accumulate, deterministic=bool(e.deterministic),
-        alignment=alignment(a3, b3, c3, out3), requires_grad=grad,
+        requires_grad=grad,
         bias_dtype=dtype_name(e.bias.dtype) if e.bias is not None else None, c_dtype=dtype_name(e.c.dtype) if e.c is not None else None,
-        **words,
+        alignment=alignment_of_operands(a3, b3), out_alignment=alignment_of(c3, out3), **words,
     )
     tensors = GroupedGemmTensors(a3, b3, out3, ends, bias, c3, beta_of(e), view_a, view_b, zero, scale_view(e.out_scale, result.scale))
     assert all(map(is_view, (a, result.out, result.scale))), "at most three dimensions are their own view"
@@ -235,7 +246,7 @@ def _ends(name: str, ends: Ends, groups: int, device: torch.device) -> torch.Ten
     """int32, contiguous, on the device of a. Plain numbers are copied there."""
     if not isinstance(ends, torch.Tensor):
         try:
-            ends = torch.tensor(list(ends), dtype=torch.int32, device=device)
+            ends = torch.tensor([operator_index(end) for end in ends], dtype=torch.int32, device=device)
         except (TypeError, ValueError, RuntimeError) as error:
             raise DtypeError(f"{name}: got {ends!r}, expected an int32 tensor or whole numbers") from error
     return index_tensor(name, ends, groups, device)

@@ -12,6 +12,7 @@ from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DtypeError, LayoutError, SettingsError, ShapeError
 from kernelgen.guard import ORDINARY, check_backend, check_flags, check_required, needs_torch, operator, record, through_torch, watched
+from kernelgen.lasting import capturing, lasting
 from kernelgen.library.written import wrote
 from kernelgen.moe_tensors import MoeTensors
 from kernelgen.ops.checks import (
@@ -92,8 +93,9 @@ def moe(
     if settings().check:
         check_ids(ids, w13.shape[0], expert_map)
     decision, run = prepare(problem, target_of(x.device), backend, tensors)
-    if key is not None and decision.chosen is not None and decision.chosen.backend == "generated" and not settings().check:
-        remember(_calls, key, _prepared(tensors, run))
+    if (key is not None and decision.chosen is not None and decision.chosen.backend == "generated" and not settings().check
+            and (_may_keep(scale13, x.device) and _may_keep(scale2, x.device))):
+        remember(_calls, key, _prepared(tensors, run, scale13, scale2))
     result = run(tensors)
     wrote(out)
     return tensors.out if result is None else result
@@ -119,10 +121,10 @@ def _signature(
     )
 
 
-def _prepared(sample: MoeTensors, run: Any) -> Callable[[MoeTensors], torch.Tensor]:
+def _prepared(sample: MoeTensors, run: Any, *scales: Scale | None) -> Callable[[MoeTensors], torch.Tensor]:
     """The repeated call of bound kernels, which only re-read addresses."""
     shape, table, first = tuple(sample.out.shape), sample.table is not None, sample.first
-    scale13, scale2 = sample.scale13, sample.scale2
+    scale13, scale2 = (None if s is None or isinstance(s, torch.Tensor) else _kept(s, sample.x.device) for s in scales)
 
     def call(t: MoeTensors) -> torch.Tensor:
         if t.out is None:
@@ -133,8 +135,7 @@ def _prepared(sample: MoeTensors, run: Any) -> Callable[[MoeTensors], torch.Tens
             wrote(out)
         run(t._replace(
             out=out, table=t.expert_map.to(torch.int32).contiguous() if table else None, first=first,
-            scale13=t.scale13 if isinstance(t.scale13, torch.Tensor) else scale13,
-            scale2=t.scale2 if isinstance(t.scale2, torch.Tensor) else scale2))
+            scale13=scale13 if scale13 is not None else t.scale13, scale2=scale2 if scale2 is not None else t.scale2))
         return out
 
     return call
@@ -245,10 +246,20 @@ def _form(w: PackedWeight) -> PackedForm:
 
 
 def _as_tensor(name: str, scale: Scale | None, x: torch.Tensor) -> torch.Tensor | None:
-    """A plain number is put on the device, once per prepared call."""
+    """A plain number as a tensor for this call."""
     if scale is None or isinstance(scale, torch.Tensor):
         return scale
     return torch.full((), number(name, scale), dtype=torch.float32, device=x.device)
+
+
+def _may_keep(scale: Scale | None, device: torch.device) -> bool:
+    """A captured call must not leave a number on the device; the next one outside of the capture does."""
+    return scale is None or isinstance(scale, torch.Tensor) or not (device.type == "cuda" and capturing(device))
+
+
+def _kept(scale: float, device: torch.device) -> torch.Tensor:
+    """A plain number as a tensor of a prepared call."""
+    return lasting(torch.tensor(scale, dtype=torch.float32, device="cpu"), device, "moe's scale")
 
 
 def _check_apart(x: torch.Tensor, out: torch.Tensor) -> None:

@@ -127,7 +127,7 @@ def to_host(batch: Batch) -> Batch:
 @lru_cache(maxsize=64)
 def _one_each(batch: int) -> tuple[torch.Tensor, int]:
     """Starts of one query row per request, and their address."""
-    starts = torch.arange(batch + 1, dtype=torch.int32)
+    starts = torch.arange(batch + 1, dtype=torch.int32, device="cpu")
     return starts, starts.data_ptr()
 
 

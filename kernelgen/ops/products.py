@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DtypeError, LayoutError, SettingsError, ShapeError
-from kernelgen.ops.checks import check_no_output_with_grad, check_output, check_same_dtype, number, shape_text
+from kernelgen.ops.checks import check_apart, check_no_output_with_grad, check_output, check_same_dtype, number, shape_text, span_of
 from kernelgen.ops.weights import PackedWeight
 from kernelgen.problems.common import alignment_of
 from kernelgen.problems.gemm import ACTIVATIONS, GATED_ACTIVATIONS
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 BLOCK = 128
+_SIDES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 GATE_ORDERS = ("gate_first", "up_first", "interleaved")
 OUT_SCALES = ("tensor", "row", "block_1x128")
 
@@ -57,22 +59,26 @@ def as_batch(t: torch.Tensor) -> torch.Tensor:
 
 
 def order_of(name: str, t: torch.Tensor) -> str:
-    """"row" if the last dimension is contiguous, "col" if the one before is; size-1 dimensions count as either."""
+    """"row" if the last dimension is contiguous, "col" if the one before is; size-1 dimensions count as either.
+
+    Of a single column whose rows are neighbours it is "col": seen as rows of one element each it would have no alignment.
+    """
     rows, columns = t.shape[-2:]
+    if columns <= 1 and rows > 1 and t.stride(-2) == 1:
+        return "col"
     if columns <= 1 or t.stride(-1) == 1:
         return "row"
     if rows <= 1 or t.stride(-2) == 1:
         return "col"
     raise LayoutError(
-        f"{name}: got strides {t.stride()} of {shape_text(t)}, expected stride 1 in one of the last two dimensions; "
-        f"call {name}.contiguous()"
+        f"{name}: got strides {t.stride()[-2:]} of its last two dimensions, ({rows}, {columns}), expected stride 1 in one of them; call "
+        f"{name}.contiguous()"
     )
 
 
-def alignment(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None, out: torch.Tensor) -> int:
-    """Alignment class with each operand seen along its contiguous dimension."""
-    views = [x.transpose(-1, -2) if order_of("", x) == "col" else x for x in (a, b)]
-    return alignment_of(*views, c, out)
+def alignment_of_operands(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Alignment class with each operand seen along its contiguous dimension; codes of a packed b along K."""
+    return alignment_of(*(x.transpose(-1, -2) if x.dtype != torch.uint8 and order_of("", x) == "col" else x for x in (a, b)))
 
 
 def split_output(out: Output, out_scale: str | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -122,10 +128,17 @@ def outputs_of(activation: str | None, n: int) -> int:
     return n // 2
 
 
+def _check_side(name: str, t: torch.Tensor) -> None:
+    """Of what is added in float32: fp8 has no scale there, and whole numbers no meaning."""
+    if t.dtype not in _SIDES:
+        raise DtypeError(f"{name}: got {t.dtype}, expected float32, bfloat16, float16 or float64; convert with .to()")
+
+
 def check_bias(bias: torch.Tensor | None, n: int, groups: int | None = None) -> None:
     """(N), or (E, N) of a product in groups."""
     if bias is None:
         return
+    _check_side("bias", bias)
     forms = {(n,): f"({n}), the N of b"} | ({} if groups is None else {(groups, n): f"({groups}, {n})"})
     if tuple(bias.shape) not in forms:
         raise ShapeError(f"bias: got shape {shape_text(bias)}, expected {' or '.join(forms.values())}")
@@ -136,6 +149,7 @@ def check_bias(bias: torch.Tensor | None, n: int, groups: int | None = None) -> 
 def check_addend(c: torch.Tensor | None, shape: tuple[int, ...]) -> None:
     if c is None:
         return
+    _check_side("c", c)
     if tuple(c.shape) != shape:
         raise ShapeError(f"c: got shape {shape_text(c)}, expected {shape}, the shape of the output")
     if shape[-1] > 1 and c.stride(-1) != 1:
@@ -164,6 +178,32 @@ def make_result(e: Epilogue, a: torch.Tensor, shape: tuple[int, ...], *, grad: b
             scale = torch.empty(wanted, dtype=torch.float32, device=a.device)
         check_scale_output("out scale", scale, wanted, a.device)
     return Result(out, scale, shape, dtype)
+
+
+def other_addend(c: torch.Tensor | None, beta: Any, out: torch.Tensor) -> torch.Tensor | None:
+    """c where it is read, and is not out itself, element by element."""
+    if c is None or c is out or beta == 0:
+        return None
+    return None if (c.data_ptr(), c.stride(), c.dtype) == (out.data_ptr(), out.stride(), out.dtype) else c
+
+
+def check_results_apart(result: Result, e: Epilogue, **read: torch.Tensor | None) -> None:
+    """Nothing that a product reads lies where it writes, but for c in its own place."""
+    out, scale = split_output(e.out, e.out_scale)
+    check_apart("out", out, bias=e.bias, c=other_addend(e.c, e.beta, result.out), **read)
+    check_apart("out scale", scale, out=result.out, bias=e.bias, c=e.c, **read)
+
+
+def meeting(out: torch.Tensor, t: Any) -> Callable[..., bool]:
+    """(out, a, b, c) -> do the spans of memory of a prepared call meet? Then a closer look is due: :func:`check_apart`."""
+    span, span_a, span_b, span_c = span_of(out), span_of(t.a), span_of(t.b), 0 if t.c is None else span_of(t.c)
+
+    def meets(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None) -> bool:
+        at = out.data_ptr()
+        return (-span < at - a.data_ptr() < span_a or -span < at - b.data_ptr() < span_b
+                or c is not None and c is not out and -span < at - c.data_ptr() < span_c)
+
+    return meets
 
 
 def scale_shape(recipe: str, shape: tuple[int, ...]) -> tuple[int, ...]:

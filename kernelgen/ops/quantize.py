@@ -12,7 +12,7 @@ from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DtypeError, SettingsError, ShapeError
 from kernelgen.guard import ORDINARY, check_backend, check_required, needs_torch, operator, record, through_torch, watched
 from kernelgen.library.written import wrote
-from kernelgen.ops.checks import check_last_contiguous, check_no_output_with_grad, check_output, check_tensors, shape_text
+from kernelgen.ops.checks import check_apart, check_last_contiguous, check_no_output_with_grad, check_output, check_tensors, shape_text
 from kernelgen.ops.gemm import deliver, is_view
 from kernelgen.ops.memo import layout_of, new_memo, remember
 from kernelgen.ops.products import FP8, GATE_ORDERS, Result, as_batch, check_scale_output, outputs_of, scale_shape, scale_view
@@ -75,6 +75,7 @@ def _prepared(sample: Result, run: Any) -> Any:
         if out is None:
             out = x.new_empty(shape, dtype=dtype), x.new_empty(scale_of, dtype=torch.float32)
         else:
+            check_apart("out codes", out[0], x=x)
             wrote(*out)
         run(QuantizeTensors(x, *out))
         return out
@@ -132,6 +133,9 @@ def _describe(
         scale = torch.empty(scale_shape(recipe, shape), dtype=torch.float32, device=x.device)
     check_output("out codes", codes, shape, dtype, x.device)
     check_scale_output("out scale", scale, scale_shape(recipe, shape), x.device)
+    if out is not None:
+        check_apart("out codes", out[0], x=x)
+        check_apart("out scale", out[1], x=x, codes=codes)
     result = Result(codes, scale, shape, dtype)
     x3, codes3, view = as_batch(x), as_batch(codes), scale_view(recipe, scale)
     assert view is not None

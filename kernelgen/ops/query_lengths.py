@@ -40,7 +40,7 @@ def _starts_of(lengths: torch.Tensor) -> torch.Tensor:
         return torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=torch.int32)])
     plan, address, count = plan_functions(), host_address(lengths), lengths.shape[0]
     if plan is not None and address:
-        result = torch.empty(count + 1, dtype=torch.int32)
+        result = torch.empty(count + 1, dtype=torch.int32, device="cpu")
         if plan.accumulate_lengths(address, count, result.data_ptr()):
             return result
     host = lengths.numpy()

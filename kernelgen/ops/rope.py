@@ -14,6 +14,7 @@ from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DtypeError, SettingsError, ShapeError
 from kernelgen.guard import address_of, check_flags, check_required, needs_torch, operator, record, through_torch, watched, whole
+from kernelgen.lasting import lasting
 from kernelgen.library.written import wrote
 from kernelgen.ops.checks import check_last_contiguous, check_output, check_same_dtype, check_tensors, number, shape_text
 from kernelgen.ops.memo import layout_of, new_memo, remember
@@ -169,13 +170,14 @@ def describe_rotation(
 def _frequency_table(rotary_dim: int, theta: float, scaling: Mapping[str, Any] | None, device: torch.device) -> torch.Tensor:
     """(rotary_dim / 2) float64 on the device, kept: the copy there would be a sync, and cannot be captured."""
     if watched():  # a fake or a wrapped tensor is of no use to the next call
-        return reference.rope_frequencies(rotary_dim, theta, scaling).to(device)
+        return reference.rope_frequencies(rotary_dim, theta, scaling, device="cpu").to(device)
     key = (rotary_dim, theta, frozen_scaling(scaling), device)
     table = _frequencies.get(key)
     if table is None:
         if len(_frequencies) >= _FREQUENCIES_LIMIT:
             _frequencies.clear()
-        table = _frequencies[key] = reference.rope_frequencies(rotary_dim, theta, scaling).to(device)
+        table = lasting(reference.rope_frequencies(rotary_dim, theta, scaling, device="cpu"), device, "the frequencies of a rotation")
+        _frequencies[key] = table
     return table
 
 

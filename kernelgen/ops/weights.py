@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from kernelgen.errors import DtypeError, SettingsError, ShapeError
+from kernelgen.errors import DtypeError, LayoutError, SettingsError, ShapeError
 from kernelgen.guard import check_flags, outside_graphs, whole
 from kernelgen.ops.checks import check_tensors, shape_text
 
 VERSION = 1
 FORMATS = ("int4", "mxfp4")
 GROUP_SIZES = (32, 64, 128)
+MX_GROUP = 32
 _SCALES = (torch.float32, torch.bfloat16, torch.float16)
+_BYTES = (torch.uint8,)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PackedWeight:
     """A weight (.., N, K) in 4 bits: made by :func:`pack_weight`, given to gemm and grouped_gemm for b = w.mT.
 
@@ -27,20 +29,22 @@ class PackedWeight:
     scale   (.., N, ceil(K / group_size)): floating for int4, uint8 exponents (E8M0) for mxfp4
     zero    uint8, the shape of scale: int4 codes mean (code - zero) * scale; None: zero is 8
 
-    :meth:`tensors` and :meth:`from_tensors` save and load it as plain tensors. ``version`` is that of this layout.
+    :meth:`tensors` and :meth:`from_tensors` save and load it as plain tensors. ``version`` is that of this layout. Raises SettingsError,
+    ShapeError, DtypeError, LayoutError for tensors that are no such weight.
     """
 
     format: str
     shape: tuple[int, ...]
     group_size: int
-    codes: torch.Tensor
-    scale: torch.Tensor
-    zero: torch.Tensor | None = None
+    codes: torch.Tensor = field(repr=False)
+    scale: torch.Tensor = field(repr=False)
+    zero: torch.Tensor | None = field(default=None, repr=False)
     version: int = VERSION
 
     def __post_init__(self) -> None:
         if self.version != VERSION:
             raise SettingsError(f"got a packed weight of version {self.version}, expected {VERSION}: pack it anew with this release")
+        _check(self)
 
     @property
     def device(self) -> torch.device:
@@ -65,7 +69,7 @@ class PackedWeight:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything as plain tensors, for torch.save or safetensors."""
         about = [self.version, FORMATS.index(self.format), self.group_size, *self.shape]
-        found = {"about": torch.tensor(about, dtype=torch.int64), "codes": self.codes, "scale": self.scale}
+        found = {"about": torch.tensor(about, dtype=torch.int64, device="cpu"), "codes": self.codes, "scale": self.scale}
         return found if self.zero is None else found | {"zero": self.zero}
 
     @staticmethod
@@ -78,9 +82,7 @@ class PackedWeight:
         version, form, group_size, *shape = (int(x) for x in tensors["about"].tolist())
         if version != VERSION or not 0 <= form < len(FORMATS):
             raise SettingsError(f"got a packed weight of version {version}, expected {VERSION}: pack it anew with this release")
-        weight = PackedWeight(FORMATS[form], tuple(shape), group_size, tensors["codes"], tensors["scale"], tensors.get("zero"))
-        _check(weight)
-        return weight
+        return PackedWeight(FORMATS[form], tuple(shape), group_size, tensors["codes"], tensors["scale"], tensors.get("zero"))
 
     @cached_property
     def layout(self) -> tuple[Any, ...]:
@@ -103,7 +105,7 @@ def pack_weight(
                 ``scale`` (.., N, ceil(K / group_size)) and ``zero``
     scale, zero of a floating w: used as they are given
 
-    Raises ShapeError, DtypeError, DeviceError, SettingsError.
+    Raises ShapeError, DtypeError, DeviceError, LayoutError, SettingsError.
     """
     check_tensors(w=w, scale=scale, zero=zero)
     if w.dim() < 2:
@@ -118,25 +120,33 @@ def pack_weight(
         raise DtypeError(f"zero: got {zero.dtype}, expected uint8 with values 0 .. 15")
     if zero is not None and scale is None:
         raise ShapeError("zero: got one without scale, expected both: they are of one group")
+    if format == "mxfp4" and (zero is not None or not symmetric):
+        got = "symmetric=False" if zero is None else "zero"
+        raise SettingsError(f"got {got} with mxfp4, expected none: its codes have a sign, and no zero points")
+    if not symmetric and scale is not None and zero is None:
+        raise ShapeError("zero: got None with a scale and symmetric=False, expected uint8 zero points of scale's shape")
     from kernelgen import reference  # slow to import, and packing is done beforehand
 
     made = reference.pack_weight(w, format, group_size=size or group_size, symmetric=symmetric, scale=scale, zero=zero)
-    weight = PackedWeight(made.format, made.shape, made.group_size, made.codes, made.scale, made.zero)
-    _check(weight)
-    return weight
+    return PackedWeight(made.format, made.shape, made.group_size, made.codes, made.scale, made.zero)
 
 
 def _check(w: PackedWeight) -> None:
-    """Shapes and dtypes that kernels rely on."""
-    groups = (*w.shape[:-1], -(-w.shape[-1] // w.group_size))
-    wanted = (("codes", w.codes, (*w.shape[:-1], -(-w.shape[-1] // 2)), (torch.uint8,)),
-              ("scale", w.scale, groups, (torch.uint8,) if w.format == "mxfp4" else _SCALES), ("zero", w.zero, groups, (torch.uint8,)))
-    for name, t, shape, dtypes in wanted:
-        if t is None:
+    """Shapes and dtypes that kernels rely on, whoever made the weight."""
+    mx = w.format == "mxfp4"
+    if w.format not in FORMATS or w.group_size < 1 or (mx and (w.zero is not None or w.group_size != MX_GROUP)):
+        zero = "" if w.zero is None else " with zero points"
+        raise SettingsError(f"got {w}{zero}, expected int4, or mxfp4 in groups of {MX_GROUP} without zero points; make it by pack_weight")
+    *lead, columns = w.shape
+    groups = (*lead, -(-columns // w.group_size))
+    for name, t, shape, dtypes in (
+        ("codes", w.codes, (*lead, -(-columns // 2)), _BYTES), ("scale", w.scale, groups, _BYTES if mx else _SCALES),
+        ("zero", w.zero, groups, _BYTES),
+    ):
+        if t is None or (t.shape == shape and t.dtype in dtypes and (shape[-1] <= 1 or t.stride(-1) == 1)):
             continue
         if tuple(t.shape) != shape:
             raise ShapeError(f"{name}: got shape {shape_text(t)}, expected {shape} for a weight {w.shape} in groups of {w.group_size}")
         if t.dtype not in dtypes:
             raise DtypeError(f"{name}: got {t.dtype}, expected {' or '.join(map(str, dtypes))} for {w.format}")
-        if t.shape[-1] > 1 and t.stride(-1) != 1:
-            raise ShapeError(f"{name}: got strides {t.stride()}, expected 1 in the last dimension; call {name}.contiguous()")
+        raise LayoutError(f"{name}: got strides {t.stride()}, expected 1 in the last dimension; call {name}.contiguous()")

@@ -32,7 +32,8 @@ class GemmProblem:
     accumulate       "float32": error does not grow with K; "fast": what the tensor core's own sums give
     weight_format    None, "int4" or "mxfp4": b is packed. ``b_dtype`` says the same; ``group_size``: elements of K that share a
                      scale; ``scale_dtype``: type of the scales, "e8m0" for mxfp4; ``zero_points``: int4 with zero points
-    alignment        as in AttentionProblem, over a, b, c, out (not over scales)
+    alignment        as in AttentionProblem, of a and b (its codes where it is packed); ``out_alignment``: of c and out. Scales count in
+                     neither
     """
 
     batch: int
@@ -55,6 +56,7 @@ class GemmProblem:
     weight_format: str | None = None
     deterministic: bool = True
     alignment: int = 16
+    out_alignment: int = 16
     bias_dtype: str | None = None
     c_dtype: str | None = None
     requires_grad: bool = False
@@ -63,6 +65,7 @@ class GemmProblem:
     zero_points: bool = False
 
     op = "gemm"
+    gathered = False
 
     @property
     def outputs(self) -> int:
@@ -94,8 +97,9 @@ class GemmProblem:
             words += f" {self.gate_up}"
         if self.accumulate != "float32":
             words += f" accumulate={self.accumulate}"
-        if self.alignment < 16:
-            words += f" align={self.alignment}"
+        for label, value in (("align", self.alignment), ("out_align", self.out_alignment)):
+            if value < 16:
+                words += f" {label}={value}"
         dtype = self.a_dtype if self.a_dtype == self.b_dtype else f"{self.a_dtype}x{self.b_dtype}"
         return (f"m={self.m} n={self.n} k={self.k} {dtype}->{self.out_dtype} "
                 f"a={self.a_order} b={self.b_order}{words}")
@@ -118,4 +122,16 @@ class GroupedGemmProblem(GemmProblem):
     op = "grouped_gemm"
 
     def __str__(self) -> str:
-        return f"grouped_gemm[{self.grouping} groups={self.batch} {self._words()}]"
+        gathered = "gathered " if self.gathered else ""
+        return f"grouped_gemm[{self.grouping} {gathered}groups={self.batch} {self._words()}]"
+
+
+@dataclass(frozen=True)
+class GatheredGemmProblem(GroupedGemmProblem):
+    """Of which a has ``tokens`` rows, and the tensors' ``rows`` names that of each of the m rows of the product. A step of a composition,
+    never a call of its own; grouping "rows".
+    """
+
+    tokens: int = 0
+
+    gathered = True

@@ -84,7 +84,7 @@ class PageTable:
     def contiguous(cls, seq_lens: torch.Tensor | Sequence[int], capacity: int) -> PageTable:
         """A dense cache (B, capacity, Hkv, D), each request one page."""
         lengths = as_index_list("seq_lens", seq_lens)
-        return cls.from_blocks(torch.arange(len(lengths), dtype=torch.int32)[:, None], lengths, capacity)
+        return cls.from_blocks(torch.arange(len(lengths), dtype=torch.int32, device="cpu")[:, None], lengths, capacity)
 
 
 def _check_page_size(page_size: int) -> None:

@@ -23,8 +23,8 @@ LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_po
 
 
 def rope_frequencies(rotary_dim: int, theta: float = 10000.0,
-                     scaling: Mapping[str, Any] | None = None) -> torch.Tensor:
-    """Angle per position of each pair, ``theta ** (-2 i / rotary_dim)``, float64 ``(rotary_dim / 2)``.
+                     scaling: Mapping[str, Any] | None = None, *, device: torch.device | str | None = None) -> torch.Tensor:
+    """Angle per position of each pair, ``theta ** (-2 i / rotary_dim)``, float64 ``(rotary_dim / 2)`` on ``device`` or torch's default.
 
     ``scaling`` has the keys of a Hugging Face ``rope_scaling`` entry. "default" changes nothing. "linear" divides every
     frequency by ``factor``. "llama3" (Llama 3.1): with wavelength w = 2 pi / f and L = original_max_position_embeddings,
@@ -33,7 +33,7 @@ def rope_frequencies(rotary_dim: int, theta: float = 10000.0,
     """
     if rotary_dim < 2 or rotary_dim % 2:
         raise ShapeError(f"rotary_dim: got {rotary_dim}, expected an even number of at least 2")
-    freq = theta ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
+    freq = theta ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device) / rotary_dim)
     if scaling is None:
         return freq
     if not isinstance(scaling, Mapping):
@@ -96,7 +96,7 @@ def rope(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, *, theta: fl
                              f"{cos_sin_cache.shape[0] - 1} (rows of cos_sin_cache)")
         cos, sin = to_compute(cos_sin_cache, compute_dtype)[positions.long()].chunk(2, -1)
     else:
-        angles = positions.to(torch.float64)[..., None] * rope_frequencies(size, theta, scaling).to(q.device)
+        angles = positions.to(torch.float64)[..., None] * rope_frequencies(size, theta, scaling, device="cpu").to(q.device)
         cos, sin = angles.cos().to(compute_dtype), angles.sin().to(compute_dtype)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     return _rotate_pairs(q, cos, sin, interleaved, compute_dtype), _rotate_pairs(k, cos, sin, interleaved,

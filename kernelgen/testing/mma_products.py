@@ -113,7 +113,8 @@ def problem_of(case: Product, t: Any, kind: type[GemmProblem] = GemmProblem, **f
         batched_b=case.batched_b, bias=case.bias is not None, activation=case.activation, gate_up=case.gate_up,
         accumulate_c=case.c is not None, scales=case.scales, accumulate=case.accumulate,
         weight_format=case.weight, out_scale=case.out_scale,
-        bias_dtype=case.bias, c_dtype=case.c, alignment=alignment_of(t.a if row_a else t.a.mT, t.b if row_b else t.b.mT, t.c, t.out))
+        bias_dtype=case.bias, c_dtype=case.c, alignment=alignment_of(t.a if row_a else t.a.mT, t.b if row_b else t.b.mT),
+        out_alignment=alignment_of(t.c, t.out))
     if case.weight is not None:
         features |= dict(group_size=32 if case.weight == "mxfp4" else case.group, zero_points=t.zero_b is not None,
                          scale_dtype="e8m0" if case.weight == "mxfp4" else case.a)

@@ -72,9 +72,9 @@ def calls(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Call]
     def fp8(*shape: int) -> torch.Tensor:
         return new(*shape, like=torch.float8_e4m3fn)
 
-    def plan(backend: str, bounds: GraphBounds | None = None, *, captured: bool = False) -> Any:
+    def plan(backend: str, bounds: GraphBounds | None = None, *, captured: bool = False, sinks: bool = False) -> Any:
         made = kernelgen.plan_attention(table, num_q_heads=2, num_kv_heads=2, head_dim=16, q_dtype=dtype, backend=backend,
-                                        cuda_graph_bounds=bounds)
+                                        cuda_graph_bounds=bounds, sinks=sinks)
         return kept(made, captured)
 
     def mla(backend: str, bounds: GraphBounds | None = None, *, captured: bool = False) -> Any:
@@ -100,9 +100,11 @@ def calls(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Call]
         ("cascade_attention.lse", lambda b: k.cascade_attention(q, cache, levels, return_lse=True, backend=b)),
         ("cascade_attention.out", lambda b: k.cascade_attention(q, cache, levels, out=torch.zeros_like(q), backend=b)),
         ("attention_run", lambda b: plan(b, bounds).run(q, cache)),
+        ("attention_run.full", lambda b: plan(b, captured=True, sinks=True).run(q, cache, sinks=f32(2))),
         ("attention_run.lse", lambda b: plan(b, captured=True).run(q, cache, return_lse=True)),
         ("attention_run.out", lambda b: plan(b, captured=True).run(q, cache, out=torch.zeros_like(q))),
         ("attention_run.once", lambda b: plan(b).run(q, cache)),
+        ("attention_run.once_full", lambda b: plan(b, sinks=True).run(q, cache, sinks=f32(2))),
         ("attention_run.once_lse", lambda b: plan(b).run(q, cache, return_lse=True)),
         ("attention_run.once_out", lambda b: plan(b).run(q, cache, out=torch.zeros_like(q), lse=f32(2, 2))),
         ("mla_run", lambda b: mla(b, bounds).run(q8, q8, latent)),
@@ -114,7 +116,9 @@ def calls(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Call]
         ("merge_states", lambda b: k.merge_states(x, x[..., 0].float(), backend=b)),
         ("merge_states.out", lambda b: k.merge_states(x, x[..., 0].float(), out=new(11, 2, 16), backend=b)),
         ("rope", lambda b: k.rope(x[0], x[0], positions, backend=b)),
+        ("rope.full", lambda b: k.rope(x[0], x[0], positions, interleaved=True, backend=b)),
         ("rope.inplace", lambda b: k.rope(x[0].clone(), x[1].clone(), positions, inplace=True, backend=b)),
+        ("rope.inplace_full", lambda b: k.rope(x[0].clone(), x[1].clone(), positions, interleaved=True, inplace=True, backend=b)),
         ("append_kv", lambda b: k.append_kv(new(3, 2, 4, 2, 16), q, q, slot_mapping=slots, backend=b)),
         ("append_kv.full", lambda b: k.append_kv(new(2, 2, 11, 2, 16), q, q, there, positions=slots, backend=b)),
         ("append_mla", lambda b: k.append_mla(new(3, 4, 16), None, q8[:, 0], q8[:, 1], slot_mapping=slots, backend=b)),
@@ -137,9 +141,12 @@ def calls(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Call]
         ("grouped_gemm_masked.scaled", lambda b: k.grouped_gemm_masked(a3, stack, [3, 3, 3, 3], out_scale="row", backend=b)),
         ("grouped_gemm_masked.out", lambda b: k.grouped_gemm_masked(a3, stack, counts, out=new(4, 3, 8), backend=b)),
         ("quantize_fp8", lambda b: k.quantize_fp8(tokens, "row", backend=b)),
+        ("quantize_fp8.full", lambda b: k.quantize_fp8(tokens, "row", activation="swiglu", backend=b)),
         ("quantize_fp8.out", lambda b: k.quantize_fp8(tokens, "row", out=(fp8(11, 16), f32(11, 1)), backend=b)),
         ("route", lambda b: k.route(tokens, 2, backend=b)),
+        ("route.full", lambda b: k.route(tokens, 2, scaling=2.0, backend=b)),
         ("route.counts", lambda b: k.route(tokens, 2, counts=new(16, like=torch.int32), backend=b)),
+        ("route.counts_full", lambda b: k.route(tokens, 2, scaling=2.0, counts=new(16, like=torch.int32), backend=b)),
         ("moe_sort", lambda b: k.moe_sort(ids, 4, backend=b)),
         ("moe_permute", lambda b: k.moe_permute(tokens, sort, backend=b)),
         ("moe_unpermute", lambda b: k.moe_unpermute(rows, sort, weights, backend=b)),

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from kernelgen.errors import DeviceError, DtypeError, ShapeError, VariantError
+from kernelgen.lasting import capturing, lasting
 from kernelgen.variants.expression import INT32
 from kernelgen.variants.trace import extra_tensor
 from kernelgen.variants.traced import TORCH_DTYPES, ExtraScalar, ExtraTensor, TracedVariant, scalar_kind
@@ -21,6 +22,7 @@ from kernelgen.variants.traced import TORCH_DTYPES, ExtraScalar, ExtraTensor, Tr
 _KEPT_BLOCKS = 256
 
 _blocks: OrderedDict[tuple[torch.device, tuple[int, ...]], torch.Tensor] = OrderedDict()
+_captured: dict[tuple[torch.device, tuple[int, ...]], torch.Tensor] = {}
 _spare: dict[torch.device, torch.Tensor] = {}
 _lock = threading.Lock()
 
@@ -41,8 +43,9 @@ def argument_words(variant: Any, traced: TracedVariant) -> list[int]:
 def bind_words(variant: Any, traced: TracedVariant, device: torch.device | str) -> torch.Tensor:
     """:func:`argument_words` as an int64 tensor on ``device``; the same words give the same tensor, and nothing is copied.
 
-    Blocks are kept for the last 256 different sets of words. A captured CUDA graph must hold the tensor it was captured
-    with, and the first call of a set of words must come before the capture, as it copies synchronously. Raises also DeviceError.
+    Blocks are kept for the last 256 different sets of words, and those that a CUDA graph was captured with for ever. A set that is
+    first seen in a capture, as that of tensors which torch.compile copies before it captures, is written by the graph itself. Raises
+    also DeviceError.
     """
     words = tuple(argument_words(variant, traced))
     device = _indexed(torch.device(device))
@@ -51,15 +54,28 @@ def bind_words(variant: Any, traced: TracedVariant, device: torch.device | str) 
         if tensor.device != device:
             raise DeviceError(f"variant: extra tensor {spec.name!r} is on {tensor.device}, expected {device} as the call's tensors")
     key = (device, words)
+    captured = device.type == "cuda" and capturing(device)
     with _lock:
         found = _blocks.get(key)
-        if found is None:
-            found = _blocks[key] = torch.tensor(words, dtype=torch.int64).to(device)
+        if captured:
+            if found is None:
+                return _written(words, device)
+            _captured[key] = found
+        elif found is None:
+            found = _blocks[key] = lasting(torch.tensor(words, dtype=torch.int64, device="cpu"), device, "a variant's arguments")
             while len(_blocks) > _KEPT_BLOCKS:
                 _blocks.popitem(last=False)
         else:
             _blocks.move_to_end(key)
     return found
+
+
+def _written(words: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """By kernels, a word each: a copy from the host could not be captured."""
+    block = torch.empty(len(words), dtype=torch.int64, device=device)
+    for place, word in zip(block, words):
+        place.fill_(word)
+    return block
 
 
 def _indexed(device: torch.device) -> torch.device:
@@ -93,7 +109,7 @@ def _mismatch(spec: ExtraTensor, tensor: Any) -> Exception:
 
 def _zero(device: torch.device) -> int:
     if device not in _spare:
-        _spare[device] = torch.zeros(8, dtype=torch.uint8, device=device)
+        _spare[device] = lasting(torch.zeros(8, dtype=torch.uint8, device="cpu"), device, "a variant's empty tensor")
     return _spare[device].data_ptr()
 
 

@@ -144,7 +144,7 @@ def t5_buckets(num_buckets: int, max_distance: int, bidirectional: bool) -> torc
     distance is in the last one. Bidirectional: keys after the query have the upper half of the buckets, otherwise they
     count as distance 0. The logarithm is float32 as in T5: on the edge of a bucket its rounding decides.
     """
-    distance = torch.arange(-max_distance, max_distance + 1)
+    distance = torch.arange(-max_distance, max_distance + 1, device="cpu")
     side = num_buckets // 2 if bidirectional else num_buckets
     first = torch.where(distance > 0, side, 0) if bidirectional else torch.zeros_like(distance)
     steps = distance.abs() if bidirectional else (-distance).clamp(min=0)

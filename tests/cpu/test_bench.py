@@ -25,7 +25,9 @@ from kernelgen.bench.workloads import Candidate, Workload, workload
 from kernelgen.cli.bench import NAMES, bench
 from kernelgen.errors import LaunchError
 from kernelgen.targets import Target
-from kernelgen.testing import toy
+from kernelgen.testing import sm90_cases, toy
+from kernelgen.testing.mma_products import make as make_product
+from kernelgen.testing.mma_products import problem_of
 from kernelgen.testing.tolerance import Comparison, compare
 
 ROOT = Path(__file__).parent.parent.parent
@@ -492,6 +494,14 @@ def test_sanitizer_cases_cover_every_op_and_count_failures(
     with pytest.raises(SystemExit):
         sanitize.main()
     assert "unknown cases nonsense" in capsys.readouterr().err
+
+
+def test_sanitizer_cases_of_hopper_products_are_legal() -> None:
+    target = Target.parse("sm_90a")
+    for name, (module, case, config) in sm90_cases.PRODUCTS.items():
+        problem = problem_of(case, make_product(case)[0])
+        for verdict in (module.FAMILY.supports(problem, target), config is None or module.FAMILY.legal(problem, target, config)):
+            assert verdict, f"{name}: {verdict}"
 
 
 def test_gpu_tests_are_skipped_with_a_reason_here() -> None:

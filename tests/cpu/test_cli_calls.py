@@ -71,6 +71,7 @@ REACHED: dict[type, dict[str, dict[str, Any]]] = {
         f"{GEMM} --c-dtype fp32 --out-dtype fp32": dict(accumulate_c=True, c_dtype="fp32", out_dtype="fp32"),
         f"{GEMM} --out-scale row": dict(out_scale="row"), f"{GEMM} --accumulate fast": dict(accumulate="fast"),
         f"{GEMM} --nondeterministic": dict(deterministic=False), f"{GEMM} --alignment 2": dict(alignment=2),
+        f"{GEMM} --out-alignment 4": dict(out_alignment=4),
         f"{GEMM} --grad": dict(requires_grad=True),
         f"{GEMM} --weight int4 --group-size 32 --weight-scale-dtype fp32 --zero-points": dict(
             weight_format="int4", b_dtype="int4", b_order="col", group_size=32, scale_dtype="fp32", zero_points=True),
@@ -96,11 +97,12 @@ REACHED: dict[type, dict[str, dict[str, Any]]] = {
         f"{GROUPED} --k-grouped --a-order col": dict(grouping="k", batched_b=False, a_order="col"),
         f"grouped_gemm_masked {GROUPED[13:]} --b-order col": dict(grouping="masked", b_order="col", batch=8, m=32),
         f"{GROUPED} --bias-per-group --activation swiglu --gate-up up_first --c": dict(
-            bias=True, bias_dtype="fp32", activation="swiglu", gate_up="up_first", accumulate_c=True, c_dtype="bf16"),
+            bias=True, bias_dtype="bf16", activation="swiglu", gate_up="up_first", accumulate_c=True, c_dtype="bf16"),
         f"{GROUPED} --dtype e4m3 --scales row --accumulate fast --out-scale row": dict(scales="row", accumulate="fast", out_scale="row"),
         f"{GROUPED} --weight int4 --group-size 64 --zero-points": dict(
             weight_format="int4", group_size=64, scale_dtype="bf16", zero_points=True),
         f"{GROUPED} --nondeterministic --alignment 4 --grad": dict(deterministic=False, alignment=4, requires_grad=True),
+        f"{GROUPED} --out-alignment 2": dict(alignment=16, out_alignment=2),
     },
     QuantizeProblem: {
         "quantize_fp8 --x 4,64 --batch 2": dict(batch=2, rows=4, width=64, dtype="bf16", recipe="tensor", code_dtype="e4m3"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -189,6 +190,23 @@ def test_what_is_made_outside_says_so() -> None:
 
 
 PLANNED = PageTable.contiguous([1, 1], 4)
+
+
+@pytest.mark.parametrize("name", ["gemm", "attention", "rmsnorm"])
+def test_a_public_function_itself(name: str) -> None:
+    """torch.compile(kernelgen.gemm), and a function that functools.wraps made look like one: it is what is traced, not ours."""
+    x, public = random_tensor((1, 6, 2, 16), seed=3), getattr(kernelgen, name)
+    args = {"gemm": (x[0, :, 0], x[0, :, 0].t()), "attention": (x, x, x), "rmsnorm": (x, torch.ones(16))}[name]
+
+    @functools.wraps(public)
+    def twice(*args: torch.Tensor, **more: Any) -> torch.Tensor:
+        return 2 * public(*args, **more)
+
+    want = public(*args, backend="reference")
+    run, graphs = counted(public)
+    torch.testing.assert_close(run(*args, backend="reference"), want, rtol=0, atol=0)
+    torch.testing.assert_close(compiled(lambda: twice(*args, backend="reference"))(), 2 * want, rtol=0, atol=0)
+    assert len(graphs.seen) == 1
 
 
 def test_no_gradient_is_said_while_tracing() -> None:

@@ -1,24 +1,30 @@
 #!/usr/bin/env python3
 """Host microseconds of a repeated call, direct and as an operator of torch, and what a compiled graph adds to one.
 
-    python3 tools/bench/through_operator.py [cuda | cpu]
+    python3 tools/bench/through_operator.py [cuda | cpu | idle]
 
-As kernelgen.bench measures it: 1,500 calls without a sync, divided, the median of 3; problems whose kernels take less than the host.
+"torch" is an operator of the arguments passed alone, without defaults and autograd, whose kernel is the direct call: what torch itself
+takes. The least of 40 interleaved samples of 300 calls without a sync; problems whose kernels take less than the host. "idle": the way of
+a Hopper GPU on the host, to kernels that do nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 import kernelgen
-from kernelgen.bench.protocol import host_cost
+from kernelgen.testing.idle import idle_hopper
 from kernelgen.testing.operator_calls import recorded
 
-CALLS, ROUNDS = 1500, 3
+CALLS, SAMPLES = 300, 40
+_library = torch.library.Library("kernelgen_bench", "DEF")
 
 
 def calls(device: str) -> dict[str, Callable[[], Any]]:
@@ -46,24 +52,56 @@ def calls(device: str) -> dict[str, Callable[[], Any]]:
     }
 
 
+def least(op: Any, passed: int, call: Callable[[], Any]) -> Any:
+    """An operator of the first ``passed`` arguments of ``op``, whose kernel is ``call``."""
+    schema = str(op._schema)
+    given, results = schema[schema.index("(") + 1 :].split(") -> ")
+    words = [word.partition("=")[0] for word in given.split(", ")[:passed]]
+    name = schema[: schema.index("(")].partition("::")[2].replace(".", "_")
+    _library.define(f"{name}({', '.join(words)}) -> {results}")
+    _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+
+    def kernel(*flat: Any) -> Any:
+        made = call()
+        return None if results == "()" else made
+
+    for device in ("CPU", "CUDA"):
+        _library.impl(name, kernel, device)
+    return getattr(torch.ops.kernelgen_bench, name).default
+
+
+def timed(ways: dict[str, Callable[[], Any]], synchronize: Callable[[], Any]) -> dict[str, float]:
+    """Microseconds of each."""
+    best = dict.fromkeys(ways, float("inf"))
+    for call in ways.values():
+        call()
+    for _ in range(SAMPLES):
+        for name, call in ways.items():
+            synchronize()
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            best[name] = min(best[name], (time.perf_counter() - start) / CALLS * 1e6)
+    return best
+
+
 def main() -> None:
     device = sys.argv[1] if len(sys.argv) > 1 else "cuda" if torch.cuda.is_available() else "cpu"
     sync = torch.cuda.synchronize if device == "cuda" else lambda: None
-    print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if device == 'cuda' else 'CPU'}; microseconds of the host")
-    print(f"{'':14}{'direct':>9}{'operator':>10}{'more':>8}{'graph of it':>13}", flush=True)
-    with torch.no_grad():
-        for name, call in calls(device).items():
+    print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if device == 'cuda' else device}; microseconds of the host")
+    print(f"{'':14}{'direct':>8}{'operator':>10}{'more':>7}{'torch':>8}{'more':>7}{'graph of it':>13}", flush=True)
+    with torch.no_grad(), idle_hopper() if device == "idle" else contextlib.nullcontext():
+        for name, call in calls("cpu" if device == "idle" else device).items():
             call()
             op, args, kwargs = recorded(call)
-
-            def through(op: Any = op, args: Any = args, kwargs: Any = kwargs) -> Any:
-                return op(*args, **kwargs)
-
-            graph = torch.compile(call, backend="eager", fullgraph=True)
-            first, second, whole, third, fourth = (
-                host_cost(c, CALLS, synchronize=sync, rounds=ROUNDS).median for c in (call, through, graph, call, through))
-            direct, operator = min(first, third), min(second, fourth)
-            print(f"{name:14}{direct:9.1f}{operator:10.1f}{operator - direct:8.1f}{whole:13.1f}", flush=True)
+            assert not kwargs
+            ways = {"direct": call, "operator": partial(op, *args), "torch": partial(least(op, len(args), call), *args)}
+            if device != "idle":
+                ways["graph"] = torch.compile(call, backend="eager", fullgraph=True)
+            us = timed(ways, sync)
+            graph = f"{us['graph']:13.1f}" if "graph" in us else ""
+            print(f"{name:14}{us['direct']:8.1f}{us['operator']:10.1f}{us['operator'] - us['direct']:7.1f}{us['torch']:8.1f}"
+                  f"{us['torch'] - us['direct']:7.1f}{graph}", flush=True)
 
 
 if __name__ == "__main__":

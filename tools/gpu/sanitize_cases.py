@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """A small set of kernel calls for compute-sanitizer: odd sizes, every op, each a different path of its kernel.
 
-Run plainly it checks the numbers as well. Under a sanitizer (``--no-check``) the comparison is left out: its torch
-kernels would be instrumented too, at many times the cost of ours.
+On a Hopper GPU also the products of kernelgen/testing/sm90_cases. Under a sanitizer the numbers are compared as well, as
+check.py has it leave torch's kernels alone; ``--no-check`` is for one that cannot.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch  # noqa: E402
 
 import kernelgen  # noqa: E402
 from kernelgen import reference  # noqa: E402
+from kernelgen.testing import sm90_cases  # noqa: E402
 from kernelgen.testing.data import poisoned_empty, random_tensor  # noqa: E402
 from kernelgen.testing.tolerance import assert_close_to_reference  # noqa: E402
 
@@ -99,20 +100,28 @@ CASES: dict[str, Callable[..., None]] = {
 }
 
 
+def hopper(device: str) -> dict[str, Callable[..., None]]:
+    """The cases of Hopper kernels where the device can run them."""
+    if device != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return {}
+    return {name: lambda device, check, run=run: run() for name, run in sm90_cases.CASES.items()}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("cases", nargs="*", help=f"default: all of {', '.join(CASES)}")
     parser.add_argument("--no-check", action="store_true", help="run only; numbers are not compared")
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
-    unknown = sorted(set(options.cases) - set(CASES))
+    cases = CASES | hopper(options.device)
+    unknown = sorted(set(options.cases) - set(cases))
     if unknown:
-        parser.error(f"unknown cases {', '.join(unknown)}; expected {', '.join(CASES)}")
+        parser.error(f"unknown cases {', '.join(unknown)}; expected {', '.join(cases)}")
     failed = 0
-    for name in options.cases or CASES:
+    for name in options.cases or cases:
         start = time.monotonic()
         try:
-            CASES[name](options.device, not options.no_check)
+            cases[name](options.device, not options.no_check)
             if options.device == "cuda":
                 torch.cuda.synchronize()
         except (RuntimeError, ValueError, AssertionError, kernelgen.KernelgenError) as error:
@@ -120,7 +129,7 @@ def main() -> int:
             print(f"{name}: FAILED: {error}", flush=True)
         else:
             print(f"{name}: ran in {time.monotonic() - start:.1f} s", flush=True)
-    print(f"{len(options.cases or CASES) - failed} cases ran, {failed} failed, seed {SEED}")
+    print(f"{len(options.cases or cases) - failed} cases ran, {failed} failed, seed {SEED}")
     return 1 if failed else 0
 
 

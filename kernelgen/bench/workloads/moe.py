@@ -149,9 +149,9 @@ class MoeWorkload(Workload):
 
     def _grouped(self, o: MoeOperands) -> torch.Tensor:
         """Sort, gather, two grouped products, weighted sum: what torch 2.11 offers."""
-        k = self.shape.k
-        order = o.ids.flatten().argsort(stable=True)
-        ends = torch.bincount(o.ids.flatten(), minlength=self.shape.experts).cumsum(0).to(torch.int32)
+        k, experts = self.shape.k, self.shape.experts
+        ids, order = o.ids.flatten().sort(stable=True)
+        ends = torch.searchsorted(ids, torch.arange(experts, dtype=ids.dtype, device=ids.device), right=True, out_int32=True)
         gate, up = torch._grouped_mm(o.x[order // k], o.w13.mT, offs=ends).chunk(2, 1)
         rows = torch._grouped_mm(F.silu(gate) * up, o.w2.mT, offs=ends)
         back = torch.empty_like(rows)

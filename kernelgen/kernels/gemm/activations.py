@@ -1,8 +1,31 @@
-"""The names of activation functions in the headers: activation/activations.cuh and .h. Of a gated one, what the gate goes through."""
+"""The names of activation functions and gates in the headers: activation/activations.cuh and .h, gemm/gate.cuh. Of a gated activation,
+what the gate goes through."""
 
 from __future__ import annotations
+
+from typing import Protocol
 
 ACTIVATION_NAMES = {None: "kNone", "relu": "kRelu", "gelu": "kGelu", "gelu_tanh": "kGeluTanh", "silu": "kSilu",
                     "swiglu": "kSilu", "geglu": "kGelu", "relu2": "kRelu2", "geglu_tanh": "kGeluTanh", "reglu": "kRelu",
                     "swiglu_oai": "kSwishPlusOne", "swiglu_clamped": "kSilu", "geglu_clamped": "kGelu",
                     "geglu_tanh_clamped": "kGeluTanh", "reglu_clamped": "kRelu"}
+_GATES = {"gate_first": "kGateFirst", "up_first": "kUpFirst", "interleaved": "kInterleaved"}
+
+
+class Gated(Protocol):
+    """A problem with an activation that may be gated."""
+
+    @property
+    def gated(self) -> bool: ...
+
+    @property
+    def gate_up(self) -> str: ...
+
+
+def gate_name(problem: Gated) -> str:
+    return _GATES[problem.gate_up] if problem.gated else "kNone"
+
+
+def splits(problem: Gated) -> bool:
+    """Gate and up are halves of b, which kernels bring side by side."""
+    return problem.gated and problem.gate_up != "interleaved"

@@ -13,7 +13,9 @@ from typing import Any
 
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
-from kernelgen.kernels.gemm.dense_configs import MEASURED, MIDDLE, QUANTIZING, Config, Measured
+from kernelgen.kernels.gemm.activations import splits
+from kernelgen.kernels.gemm.dense_configs import GROUPED, MEASURED, MIDDLE, QUANTIZING, Config, Measured
+from kernelgen.kernels.gemm.mma import RESERVED_SHARED_MEMORY
 from kernelgen.kernels.gemm.requantize import Requantization
 from kernelgen.kernels.gemm.sm90 import (
     BLOCK_RECIPES,
@@ -31,7 +33,6 @@ from kernelgen.kernels.gemm.sm90 import (
     requantized,
     round_up,
     scalars,
-    splits,
     supports_common,
     unquantized,
     words,
@@ -46,12 +47,12 @@ from kernelgen.verdicts import Verdict, first_no
 
 # struct DenseSm90Params of dense_params.cuh.
 PARAMS = ParamStruct((
-    *((name, "ptr") for name in (*POINTERS, "out_scale", "ends")), *((name, "i64") for name in (
+    *((name, "ptr") for name in (*POINTERS, "out_scale", "ends", "rows")), *((name, "i64") for name in (
         "c_batch", "c_row", "out_batch", "out_row", "bias_batch", "scale_a_batch", "scale_b_batch", "out_scale_batch", "out_scale_row",
         "out_scale_block")),
     *((name, "i32") for name in (
         "m", "n", "k", "tiles_m", "tiles_n", "tiles", "groups", "batched_a", "batched_b", "scale_a_row", "scale_a_block",
-        "scale_b_column", "scale_b_block", "scales_by_tma")), *((name, "f32") for name in ("beta", "alpha", "limit")),
+        "scale_b_column", "scale_b_block", "scales_by_tma", "a_row")), *((name, "f32") for name in ("beta", "alpha", "limit")),
 ), tensor_maps=("map_a", "map_b", "map_out", "map_rest", "map_scales"))
 ENTRY = "gemm_dense_sm90"
 
@@ -59,15 +60,19 @@ _SLAB_BYTES = MMA_ROWS * ROW_BYTES
 # Accumulators that leave a consumer's 240, 232 or 160 registers room for addresses and the epilogue.
 _MAX_SUMS = {1: 200, 2: 200, 3: 112}
 _MAX_RESIDENT_SUMS = {1: 200, 2: 96}  # of two blocks in an SM: ptxas gives a thread 128 registers
-_RESERVED_SHARED_MEMORY = 1024  # per block, taken by the driver
 
 
 def shared_memory(problem: GemmProblem, config: Config) -> int:
     """Dynamic shared memory in bytes of a launch: DenseSm90::kSharedBytes of the header."""
     p, c = problem, config
-    slabs = c.consumers * c.slabs * _SLAB_BYTES if c.tma_out(p.gated) else 0
+    slabs = c.consumers * c.slabs * _SLAB_BYTES if tma_out(p, c) else 0
     stage = (c.block_m + c.block_n) * ROW_BYTES + _bytes_of_scales(p, c)
     return max(c.stages * stage + slabs, _left_sums(p, c)) + round_up(2 * c.stages * 8, 128)
+
+
+def tma_out(problem: GemmProblem, config: Config) -> bool:
+    """The output leaves in slabs of 128 bytes of a row, the last of a multiple of 16 columns; else threads write it, element by element."""
+    return config.split_k == 1 and config.outputs(problem.gated) % 16 == 0 and problem.out_alignment == 16
 
 
 def _left_sums(problem: GemmProblem, config: Config) -> int:
@@ -79,7 +84,7 @@ def _left_sums(problem: GemmProblem, config: Config) -> int:
 def _box_of_scales(problem: GemmProblem, config: Config) -> int:
     """Rows of a box of scale_a; those of groups may begin anywhere within four."""
     rows = config.block_m if config.block_m <= 192 else config.block_m // 2
-    return rows + (4 if problem.op == "grouped_gemm" else 0)
+    return rows + (4 if problem.op == "grouped_gemm" and not problem.gathered else 0)
 
 
 def _bytes_of_scales(problem: GemmProblem, config: Config) -> int:
@@ -87,10 +92,15 @@ def _bytes_of_scales(problem: GemmProblem, config: Config) -> int:
     if problem.scales not in BLOCK_RECIPES:
         return 0
     c = config
-    width = c.block_n // (2 if splits(problem) else 1)
     box = 4 * _box_of_scales(problem, c)
     rows = box if c.block_m <= 192 else round_up(box, 128) + box
-    return round_up(rows + 4 * (c.block_n // math.gcd(width, BLOCK_RECIPES[problem.scales])), 128)
+    return round_up(rows + 4 * _runs(problem, c), 128)
+
+
+def _runs(problem: GemmProblem, config: Config) -> int:
+    """Of a tile's columns, that share a scale of blocks: BlockScales::kRuns of the header."""
+    width = config.block_n // (2 if splits(problem) else 1)
+    return config.block_n // math.gcd(width, BLOCK_RECIPES[problem.scales]) if problem.scales in BLOCK_RECIPES else 0
 
 
 def supports(problem: GemmProblem, target: Target) -> Verdict:
@@ -119,7 +129,7 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
     half = problem.n // 2
     shared = shared_memory(problem, c)
     limit = min(_MAX_SUMS.get(c.consumers, 0), _MAX_RESIDENT_SUMS.get(c.resident, 0))
-    per_block = (target.shared_memory_per_block + _RESERVED_SHARED_MEMORY) // c.resident - _RESERVED_SHARED_MEMORY
+    per_block = (target.shared_memory_per_block + RESERVED_SHARED_MEMORY) // c.resident - RESERVED_SHARED_MEMORY
     boxes_b = max(c.cluster_m, 2 if splits(problem) else 1)
     mn_boxes = (c.block_n // MMA_ROWS, boxes_b) if problem.b_order == "row" else (c.block_n // 8, boxes_b)
     return first_no(
@@ -133,6 +143,8 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
         (c.split_k == 1 or c.blocks == c.split_k and not c.pingpong,
          f"config {c}: blocks that share K have one tile, and nothing to multicast or to take turns in"),
         (c.split_k == 1 or not quantizes(problem), f"config {c}: blocks that share K write no codes"),
+        (c.split_k == 1 or problem.out_alignment == 16 or problem.out_dtype == "fp32",
+         f"config {c}: blocks that share K write 16 bytes at a time, rows of c or out are aligned to {problem.out_alignment}"),
         (c.split_k <= -(-problem.k // depth(problem)),
          f"config {c}: a K of {problem.k} has less than a step of {depth(problem)} for each of the blocks that share it"),
         (c.resident == 1 or c.resident in _MAX_RESIDENT_SUMS and c.consumers == 1,
@@ -148,6 +160,8 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
          f"config {c}: a tile's {c.outputs(problem.gated)} outputs are no multiple of the 128 that share a scale"),
         (not (splits(problem) and problem.scales == "block_128x128") or half % math.gcd(c.block_n // 2, 128) == 0,
          f"block_n {c.block_n}: a scale's columns would end within a tile's of the up half, which begins at {half}"),
+        (problem.scales != "block_128x128" or _runs(problem, c) <= 8,  # 9 - 13 of them: 16 - 48 bytes spilled
+         f"config {c}: columns with {_runs(problem, c)} scales, of which a thread keeps 8 at most"),
         (sums <= limit, f"config {c} has {sums} accumulators per thread, at most {limit} leave room for the rest"),
         (shared <= per_block, f"config {c} needs {shared} bytes of shared memory, {target} has {per_block} per block"),
     )
@@ -165,6 +179,8 @@ def _in_middle(problem: GemmProblem) -> bool:
 def _measured(problem: GemmProblem) -> tuple[Measured, ...]:
     """Of the problem's kind."""
     kind = kind_of_sums(problem)
+    if problem.op == "grouped_gemm" and not quantizes(problem):
+        return (*GROUPED.get(kind, ()), *MEASURED[kind])
     return (*(MIDDLE if _in_middle(problem) else MEASURED[kind]), *(QUANTIZING.get(kind, ()) if quantizes(problem) else ()))
 
 
@@ -274,7 +290,8 @@ def spec_of(problem: GemmProblem, target: Target, config: Config, entry: str, gr
     parameters = options(
         p, c.block_n // c.parts, mma_m=c.mma_m, consumers=c.consumers, block_n=c.block_n, parts=c.parts, stages=c.stages,
         cluster_m=c.cluster_m, cluster_n=c.cluster_n, split_k=c.split_k, resident=c.resident, band_rows=c.band_rows,
-        pingpong=c.pingpong, slabs=c.slabs, tma_out=c.tma_out(p.gated), quantize=quantizes(p), shared_memory=shared_memory(p, c),
+        pingpong=c.pingpong, slabs=c.slabs, tma_out=tma_out(p, c), quantize=quantizes(p), gather=p.gathered, row_boxes=c.row_boxes,
+        shared_memory=shared_memory(p, c),
         entry=entry, grouping=grouping)
     return KernelSpec.make(
         "_".join([entry, *words(p), *str(c).split()]), "gemm/dense_sm90.cu.jinja", "nvrtc", parameters,
@@ -288,12 +305,12 @@ def _maps(problem: GemmProblem, config: Config, t: Any, box_a: int) -> list[Any]
     k = depth(p)
     boxes_b = max(c.cluster_m, 2 if splits(p) else 1)
     major_a, major_b = p.a_order == "row", p.b_order == "col"
-    maps = [
-        tensor_map("map_a", "a", t.a if major_a else t.a.mT, (k, box_a) if major_a else (MMA_ROWS, k)),
-        tensor_map("map_b", "b", t.b.mT if major_b else t.b, (k, c.block_n // boxes_b) if major_b else (MMA_ROWS, k)),
-    ]
+    maps = []
+    if not p.gathered or c.row_boxes:
+        maps.append(tensor_map("map_a", "a", t.a if major_a else t.a.mT, (k, 1 if p.gathered else box_a) if major_a else (MMA_ROWS, k)))
+    maps.append(tensor_map("map_b", "b", t.b.mT if major_b else t.b, (k, c.block_n // boxes_b) if major_b else (MMA_ROWS, k)))
     out_bytes = DTYPES[p.out_dtype].bytes
-    if c.tma_out(p.gated):
+    if tma_out(p, c):
         columns, outputs = ROW_BYTES // out_bytes, c.block_n // (2 if p.gated else 1)
         maps.append(tensor_map("map_out", "out", t.out, (columns, MMA_ROWS)))
         maps.append(tensor_map("map_rest", "out", t.out, (outputs % columns or columns, MMA_ROWS), swizzled=outputs % columns == 0))
@@ -324,13 +341,14 @@ def closure(problem: GemmProblem, config: Config, kernel: Any, tensors: Any, til
         programmatic=True, shared_memory=shared_memory(p, c), tensor_maps=maps)
     tail = PARAMS.pack_scalars(scalars(p, t) | {
         "tiles_m": tiles_m, "tiles_n": tiles_n, "tiles": tiles, "groups": p.batch, "batched_a": int(t.a.shape[0] > 1),
-        "scales_by_tma": int(by_tma),
+        "scales_by_tma": int(by_tma), "a_row": t.a.stride(1) * DTYPES[p.a_dtype].bytes // 16 if p.gathered else 0,
         **dict(zip(("out_scale_batch", "out_scale_row", "out_scale_block"), t.out_scale.stride() if p.out_scale else (0, 0, 0)))})
     blank, pack, pointers = bytes(128 * len(PARAMS.tensor_maps)), PARAMS.pointer_packer.pack, addresses(p)
-    grouped, codes = p.op == "grouped_gemm", p.out_scale is not None
+    grouped, gathered, codes = p.op == "grouped_gemm", p.gathered, p.out_scale is not None
 
     def run(t: Any) -> None:
-        launch(blank + pack(*pointers(t), t.out_scale.data_ptr() if codes else 0, t.ends.data_ptr() if grouped else 0) + tail)
+        launch(blank + pack(*pointers(t), t.out_scale.data_ptr() if codes else 0, t.ends.data_ptr() if grouped else 0,
+                            t.rows.data_ptr() if gathered else 0) + tail)
 
     return run
 
@@ -338,7 +356,7 @@ def closure(problem: GemmProblem, config: Config, kernel: Any, tensors: Any, til
 def _scales_fit_tma(problem: GemmProblem, t: Any) -> bool:
     """May the copy engine bring scale_a: rows one behind the other, everything else at multiples of 16 bytes? A prepared call is found by
     strides and by the address' place within 16 bytes (ops/memo.py), so that the first call says it for all."""
-    if problem.scales != "block_128x128":
+    if problem.scales != "block_128x128" or problem.gathered:
         return False
     batch, rows, blocks = t.scale_a.shape
     strides = [stride for stride, extent in zip(t.scale_a.stride(), (batch, 0, blocks)) if extent > 1]
@@ -367,6 +385,7 @@ def coverage() -> Iterable[tuple[GemmProblem, Config | None]]:
     yield replace(base, activation="geglu", gate_up="up_first", b_order="row"), Config(1, 2, 256, 4)
     yield replace(half, activation="swiglu", gate_up="interleaved", bias=True, bias_dtype="fp32"), Config(1, 2, 128, 4)
     yield replace(base, accumulate_c=True, c_dtype="bf16"), Config(1, 1, 64, 8)
+    yield replace(base, bias=True, bias_dtype="bf16", activation="gelu", out_alignment=2), Config(2, 2, 128, 5, pingpong=True)
     fp8 = replace(base, a_dtype="e4m3", b_dtype="e4m3", scales="row")
     yield fp8, Config(1, 2, 128, 6)
     yield replace(fp8, accumulate="fast", scales="tensor"), Config(1, 2, 256, 4, 2, 1)

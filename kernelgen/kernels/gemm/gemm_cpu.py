@@ -14,7 +14,7 @@ import torch
 
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
-from kernelgen.kernels.gemm.activations import ACTIVATION_NAMES
+from kernelgen.kernels.gemm.activations import ACTIVATION_NAMES, gate_name
 from kernelgen.params import ParamStruct
 from kernelgen.problems.gemm import MORE_ACTIVATIONS, GemmProblem, GroupedGemmProblem
 from kernelgen.specs import KernelSpec
@@ -36,7 +36,6 @@ PARAMS = ParamStruct((*((name, "ptr") for name in _POINTERS), *((name, "i64") fo
 ENTRIES = ("gemm_cpu", "find_largest", "quantize")  # the first alone where the output is not quantised
 
 FLOATS, FP8 = ("fp32", "bf16", "fp16"), ("e4m3", "e5m2")
-_GATES = {"gate_first": "kGateFirst", "up_first": "kUpFirst", "interleaved": "kInterleaved"}
 _GROUPINGS = {None: "kNone", "rows": "kRows", "masked": "kMasked", "k": "kK"}
 _RECIPES = {"tensor": "kTensor", "row": "kRow", "block_1x128": "kBlock1x128"}
 _CODES = {"e4m3": "kernelgen::Fp8E4M3", "e5m2": "kernelgen::Fp8E5M2"}
@@ -137,6 +136,7 @@ def supports(problem: GemmProblem, target: Target) -> Verdict:
     return first_no(
         (target.kind == "cpu", f"gemm_cpu needs a CPU, got {target}"),
         (operands.ok, operands.reason),
+        (not p.gathered, "gathered rows are not in gemm_cpu"),
         (p.out_dtype in outputs, f"out dtype {p.out_dtype} with {p.a_dtype} inputs and out_scale={p.out_scale} is not one of "
                                  f"{', '.join(outputs)}"),
         (p.bias_dtype in (None, *family), f"bias dtype {p.bias_dtype} with {p.a_dtype} inputs is not one of {', '.join(family)}"),
@@ -247,7 +247,7 @@ def spec(problem: GemmProblem, target: Target, config: Config) -> KernelSpec:
         element=DTYPES[p.a_dtype].cpp, element_b=_PACKED[p.weight_format] if p.weight_format else DTYPES[p.b_dtype].cpp,
         out=DTYPES[out].cpp, bias_type=DTYPES[bias].cpp, c_type=DTYPES[addend].cpp, scale_type=_scale_type(p),
         tile_rows=t.rows, tile_vecs=t.vecs, tile_width=t.width, depth=t.depth, packed_bytes=t.packed, sum_bytes=t.sum,
-        bias=p.bias, activation=ACTIVATION_NAMES[p.activation], gate=_GATES[p.gate_up] if p.gated else "kNone",
+        bias=p.bias, activation=ACTIVATION_NAMES[p.activation], gate=gate_name(p),
         clamped=p.clamped,
         accumulate=p.accumulate_c, scales=scaled, segment=part or _BLOCK, scaled_a=p.scales is not None,
         scale_columns=_BLOCK if p.scales == "block_128x128" else 1, zero_points=p.zero_points, grouping=_GROUPINGS[grouped],
@@ -351,7 +351,7 @@ def bind(
     work = entries * p.m * p.outputs + quantize_tasks if p.out_scale else 0
 
     def run(t: GemmTensors | GroupedGemmTensors) -> None:
-        sums = torch.empty(work, dtype=torch.float32) if work else t.out
+        sums = torch.empty(work, dtype=torch.float32, device="cpu") if work else t.out
         launch(pack(
             t.a.data_ptr(), t.b.data_ptr(), _address(t.bias), _address(t.c), sums.data_ptr(), _address(t.scale_a), _address(t.scale_b),
             _address(t.zero_b), _address(t.ends) if grouped else 0, t.out.data_ptr() if work else 0, _address(t.out_scale),  # type: ignore[union-attr]

@@ -12,15 +12,12 @@ from typing import Any
 
 from kernelgen.kernels.base import KernelFamily
 from kernelgen.kernels.gemm.mma import (
-    ACTIVATION_NAMES,
-    GATES,
     MAX_BLOCKS,
     PARAMS,
     PARAMS_TYPE,
     Config,
     closure,
     form_of,
-    gate_name,
     legal_config,
     spec_parameters,
     spec_words,
@@ -34,8 +31,6 @@ from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
 from kernelgen.tensors import GemmTensors
 from kernelgen.verdicts import Verdict, first_no
-
-__all__ = ["ACTIVATION_NAMES", "FAMILY", "GATES", "PARAMS", "Config", "bind", "candidates", "gate_name", "legal", "spec", "supports"]
 
 ENTRY = "gemm_mma"
 
@@ -98,12 +93,12 @@ def coverage() -> Iterable[tuple[GemmProblem, Config | None]]:
     yield replace(base, m=16, b_order="col"), None
     yield replace(base, m=16, n=1000, bias=True, bias_dtype="bf16", activation="silu"), None
     for alignment, activation in ((8, "relu"), (4, "gelu"), (2, "gelu_tanh")):
-        yield replace(base, alignment=alignment, activation=activation, bias=True, bias_dtype="fp32"), small
+        yield replace(base, alignment=alignment, out_alignment=alignment, activation=activation, bias=True, bias_dtype="fp32"), small
     yield replace(base, activation="swiglu", b_order="col"), None
     yield replace(base, activation="geglu", gate_up="up_first", bias=True, bias_dtype="bf16"), small
     yield replace(half, activation="swiglu", gate_up="interleaved", bias=True, bias_dtype="fp16"), small
     yield replace(half, out_dtype="fp32", accumulate_c=True, c_dtype="fp32"), small
-    yield replace(base, alignment=2, b_order="col", activation="swiglu", accumulate_c=True, c_dtype="bf16"), small
+    yield replace(base, out_alignment=2, b_order="col", activation="swiglu", accumulate_c=True, c_dtype="bf16"), small
     yield from _packed_coverage(replace(base, b_dtype="int4", b_order="col", weight_format="int4", group_size=128, scale_dtype="bf16"))
     yield from _fp8_coverage(replace(base, a_dtype="e4m3", b_dtype="e4m3", b_order="col", scales="row"))
 
@@ -117,7 +112,7 @@ def _fp8_coverage(base: GemmProblem) -> Iterable[tuple[GemmProblem, Config | Non
     yield replace(base, a_order="col", b_order="row", b_dtype="e5m2", scales="block_128x128", bias=True, bias_dtype="bf16"), None
     yield replace(base, scales="block_128x128", activation="swiglu"), None
     yield replace(base, scales="row", activation="swiglu", b_order="row", alignment=8), None
-    yield replace(base, scales="block_128x128", alignment=1, accumulate_c=True, c_dtype="bf16"), None
+    yield replace(base, scales="block_128x128", alignment=1, out_alignment=2, accumulate_c=True, c_dtype="bf16"), None
     for recipe in ("tensor", "row", "block_1x128"):
         yield replace(base, m=16, out_dtype="e4m3", out_scale=recipe), None
 

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
 from kernelgen.kernels.gemm import dense_sm90
 from kernelgen.kernels.gemm.dense_sm90 import Config, closure, spec_of
 from kernelgen.kernels.gemm.requantize import Requantization
 from kernelgen.kernels.gemm.sm90 import BLOCK_RECIPES, promotes, quantizes, requantized, round_up, supports_common, unquantized
-from kernelgen.problems.gemm import GroupedGemmProblem
+from kernelgen.problems.gemm import GatheredGemmProblem, GroupedGemmProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
 from kernelgen.tensors import GroupedGemmTensors
@@ -31,6 +32,10 @@ def supports(problem: GroupedGemmProblem, target: Target) -> Verdict:
     return supports_common(p, target, "grouped_sm90") and dense_sm90.scales_verdict(p) and first_no(
         (p.grouping in GROUPINGS, f"grouping {p.grouping} is not one of {', '.join(GROUPINGS)}"),
         (p.grouping != "rows" or p.a_order == "row", "a has M contiguous: a group may begin at any row, TMA needs a multiple of 16 bytes"),
+        (not p.gathered or p.grouping == "rows" and p.scales != "block_1x128" and p.weight_format is None,
+         f"gathered rows of grouping {p.grouping} with scales={p.scales} are not in grouped_sm90"),
+        (not isinstance(p, GatheredGemmProblem) or p.tokens * max(p.k * DTYPES[p.a_dtype].bytes, 16) < 1 << 35,
+         "gathered rows begin beyond 32 GB"),
         (p.grouping != "k" or p.scales not in BLOCK_RECIPES, f"groups of k may begin within a block of scales={p.scales}"),
     )
 
@@ -39,10 +44,13 @@ def legal(problem: GroupedGemmProblem, target: Target, config: Config) -> Verdic
     """Does the config fit the problem and the target?"""
     c = config
     return dense_sm90.legal(problem, target, config) and first_no(
+        (not problem.gathered or c.block_m <= 128, f"config {c}: lanes that gather have registers for 128 rows"),
         (c.blocks == 1, f"config {c}: neighbouring tiles of groups share nothing to multicast, and K of each may differ"),
         # Two tiles' addresses and groups beside the sums: 92 - 336 bytes spilled with an epilogue.
         (not c.pingpong or c.mma_m * c.block_n <= 256 or not (problem.activation or problem.bias or problem.accumulate_c),
          f"config {c}: an epilogue leaves too few registers for {c.mma_m * c.block_n // 2} sums"),
+        (not c.pingpong or not (problem.gate_up == "interleaved" and problem.gated and problem.bias),
+         f"config {c}: biases of neighbours leave too few registers"),  # 4 bytes, of 256 sums
         # 68 - 76 bytes.
         (c.mma_m == 1 or promotes(problem) or not quantizes(problem),
          f"config {c}: results on their way to codes do not fit beside the sums"),
@@ -74,7 +82,8 @@ def _requantization(p: GroupedGemmProblem, target: Target) -> Requantization | N
 def spec(problem: GroupedGemmProblem, target: Target, config: Config) -> KernelSpec:
     """The specialisation: grouping, dtypes, orders, epilogue and config; no extents."""
     p, quantize = problem, _requantization(problem, target)
-    made = spec_of(unquantized(p) if quantize else p, target, config, f"{ENTRY}_{p.grouping}", GROUPINGS[p.grouping])
+    entry = f"{ENTRY}_{'gathered' if p.gathered else p.grouping}"
+    made = spec_of(unquantized(p) if quantize else p, target, config, entry, GROUPINGS[p.grouping])
     return requantized(made, quantize) if quantize else made
 
 
@@ -117,6 +126,10 @@ def coverage() -> Iterable[tuple[GroupedGemmProblem, Config | None]]:
     yield replace(quantized, activation=None, scales="block_1x128"), Config(1, 2, 128, 5, parts=2)
     yield replace(quantized, out_scale="row"), Config(1, 2, 192, 4, parts=2)
     yield replace(fp8, scales="tensor", grouping="k", batched_b=False), Config(1, 2, 128, 6)
+    for problem, config in ((base, Config(2, 2, 128, 5, pingpong=True)), (replace(base, activation="swiglu"), Config(1, 2, 256, 4)),
+                            (fp8, Config(1, 2, 128, 5)), (quantized, Config(1, 2, 256, 3, parts=4, slabs=4)),
+                            (replace(fp8, scales="row"), Config(1, 1, 128, 8))):
+        yield GatheredGemmProblem(**vars(problem), tokens=512), config
 
 
 FAMILY = KernelFamily(

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from kernelgen.dtypes import DTYPES
-from kernelgen.kernels.gemm.activations import ACTIVATION_NAMES
+from kernelgen.kernels.gemm.activations import ACTIVATION_NAMES, gate_name, splits
 from kernelgen.params import ParamStruct
 from kernelgen.problems.gemm import MORE_ACTIVATIONS, GemmProblem
 from kernelgen.targets import Target
@@ -47,7 +47,6 @@ _REGISTERS_PER_SM = 65536
 _OTHER_REGISTERS = 36
 _FP8_BLOCK = 128  # elements of k and columns that share a scale
 
-GATES = {"gate_first": "kGateFirst", "up_first": "kUpFirst", "interleaved": "kInterleaved"}
 _ELEMENTS = {"int4": "int4_code", "mxfp4": "e2m1"}
 _SCALE_TYPES = {"e8m0": "kernelgen::uint8_t"}
 
@@ -64,15 +63,6 @@ class TileShape(Protocol):
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
-
-
-def gate_name(problem: GemmProblem) -> str:
-    return GATES[problem.gate_up] if problem.gated else "kNone"
-
-
-def splits(problem: GemmProblem) -> bool:
-    """Gate and up are halves of b, which the kernel interleaves while it copies."""
-    return problem.gated and problem.gate_up != "interleaved"
 
 
 @dataclass(frozen=True)
@@ -194,12 +184,15 @@ class Config:
 
 
 def access(problem: GemmProblem) -> int:
-    """Bytes of one access to a and b. The up half of a row-order b starts N / 2 elements into the row."""
+    """Bytes of one access to a and b. The up half of a row-order b starts N / 2 elements into the row, a group of rows anywhere in a
+    column of a."""
     form = form_of(problem)
-    # Elements are always aligned to their size; the class is that of all tensors, an fp8 output's among them.
+    # Elements are always aligned to their size; the class is that of both operands, a 4-bit b's bytes among them.
     bits = max(problem.alignment, min(form.bits_a, max(form.bits_b, 8)) // 8)
     if splits(problem) and form.row_b:
         bits |= problem.n // 2 * form.bits_b // 8
+    if getattr(problem, "grouping", None) == "rows" and not form.row_a:
+        bits |= form.bits_a // 8
     return bits & -bits
 
 
@@ -217,6 +210,7 @@ def supports_operands(problem: GemmProblem, target: Target, kernel: str) -> Verd
     return first_no(
         (target.kind == "cuda" and target.capability >= 80, f"{kernel} needs sm_80 or later, got {target}"),
         (known, kinds),
+        (not p.gathered, f"gathered rows are not in {kernel}"),
         (p.out_dtype in (FP8 if p.out_scale else OUTPUTS),
          f"out dtype {p.out_dtype} with out_scale={p.out_scale} is not one of {', '.join(FP8 if p.out_scale else OUTPUTS)}"),
         (p.bias_dtype in (None, *OUTPUTS), f"bias dtype {p.bias_dtype} is not one of {', '.join(OUTPUTS)}"),
@@ -311,7 +305,7 @@ def spec_parameters(problem: GemmProblem, config: Config, grouping: str = "kNone
 
 def _vector_out(p: GemmProblem) -> bool:
     """Rows of c and out take 16-byte accesses; those of a workspace are as long as the output is wide."""
-    return p.alignment == 16 and (p.out_scale is None or p.outputs % 4 == 0)
+    return p.out_alignment == 16 and (p.out_scale is None or p.outputs % 4 == 0)
 
 
 def _batch_stride(t: torch.Tensor | None, size: int = 1) -> int:

@@ -16,6 +16,7 @@ from kernelgen.kernels.gemm.mma import (
     PARAMS,
     PARAMS_TYPE,
     RESERVED_SHARED_MEMORY,
+    TileShape,
     ceil_div,
     closure,
     operand_parameters,
@@ -79,7 +80,7 @@ def supports(problem: GemmProblem, target: Target) -> Verdict:
         (0 < p.m <= MAX_ROWS, f"{p.m} rows of a, {ENTRY} takes 1 to {MAX_ROWS}"),
         (p.batch == 1, f"a batch of {p.batch}, {ENTRY} takes one product"),
         (p.a_order == "row", f"a has M contiguous, {ENTRY} needs K contiguous"),
-        (p.alignment == 16, f"rows are aligned to {p.alignment} bytes, {ENTRY} needs 16"),
+        (p.alignment == 16, f"rows of a or codes are aligned to {p.alignment} bytes, {ENTRY} needs 16"),
         (p.k > 0 and p.k % 32 == 0, f"K is {p.k}, {ENTRY} takes a multiple of 32"),
         (p.n * p.k < 2**31, f"b has {p.n * p.k} codes, {ENTRY} counts to 2^31"),
         (p.n > 0, f"N is 0, {ENTRY} has nothing to do"),
@@ -142,19 +143,20 @@ def spec(problem: GemmProblem, target: Target, config: Config) -> KernelSpec:
         params_type=PARAMS_TYPE, entries=(ENTRY,), target=target)
 
 
-def bind(problem: GemmProblem, config: Config, kernel: Any, tensors: GemmTensors) -> Callable[[GemmTensors], None]:
-    """The closure of a repeated call: packs addresses, launches.
-
-    Raises LayoutError for a view of codes, scales or zero points whose columns reach over 4 GB: the kernel counts them in 32 bits.
-    """
+def check_reach(problem: GemmProblem, config: TileShape, tensors: GemmTensors, entry: str, rows: int) -> None:
+    """Raises LayoutError for a view of codes, scales or zero points of which ``rows`` reach over 4 GB: kernels count in 32 bits."""
     assert tensors.scale_b is not None, "a packed weight has scales"
     strides = scalars(problem, config, tensors)
     scale = strides["scale_b_column"] * tensors.scale_b.element_size()
-    apart = {"codes": strides["b_stride"], "scale": scale, "zero": strides["zero_column"]}
-    for name, stride in apart.items():
-        if problem.n * stride >= 1 << 32:
-            raise LayoutError(f"{name} of the packed weight: got {problem.n} rows {stride} bytes apart, expected 4 GB of them at most "
-                              f"by {ENTRY}; make {name} contiguous")
+    for name, stride in (("codes", strides["b_stride"]), ("scale", scale), ("zero", strides["zero_column"])):
+        if rows * stride >= 1 << 32:
+            raise LayoutError(f"{name} of the packed weight: got {problem.n} rows {stride} bytes apart, expected {rows} rows within 4 GB "
+                              f"by {entry}; make {name} contiguous")
+
+
+def bind(problem: GemmProblem, config: Config, kernel: Any, tensors: GemmTensors) -> Callable[[GemmTensors], None]:
+    """The closure of a repeated call: packs addresses, launches. Raises LayoutError as check_reach()."""
+    check_reach(problem, config, tensors, ENTRY, problem.n)
     launch = kernel.prepare(
         tensors.a.device.index or 0, grid=(ceil_div(problem.n, config.block_n), 1, 1), block=(config.threads, 1, 1),
         shared_memory=config.shared_memory)

@@ -176,8 +176,9 @@ def spec(problem: GemmProblem, target: Target, config: Config) -> KernelSpec:
 
 
 def bind(problem: GemmProblem, config: Config, kernel: Any, tensors: GemmTensors) -> Callable[[GemmTensors], None]:
-    """The closure of a repeated call: packs addresses, launches."""
+    """The closure of a repeated call: packs addresses, launches. Raises LayoutError as packed_skinny.check_reach()."""
     c = config
+    packed_skinny.check_reach(problem, config, tensors, ENTRY, min(problem.n, c.block_n))  # from a block's first column on
     launch = kernel.prepare(
         tensors.a.device.index or 0, grid=(ceil_div(problem.n, c.block_n) * c.split_k, 1, 1), block=(c.threads, 1, 1),
         cluster=(c.split_k, 1, 1), programmatic=True, shared_memory=shared_memory(problem, c))

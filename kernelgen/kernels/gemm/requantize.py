@@ -33,7 +33,7 @@ class Requantization:
     def of(problem: GemmProblem, target: Target, batch: int, rows: int, limited: bool = False) -> Requantization:
         width = problem.outputs * 4
         quantize = QuantizeProblem(batch, rows, problem.outputs, "fp32", problem.out_dtype, problem.out_scale or "tensor",
-                                   alignment=min(problem.alignment, (width & -width) or 16, 16))
+                                   alignment=min(problem.out_alignment, (width & -width) or 16, 16))
         return Requantization(quantize, next(iter(quantize_fp8_cuda.candidates(quantize, target))), limited)
 
     @property

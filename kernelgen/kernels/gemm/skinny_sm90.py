@@ -8,10 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
 from kernelgen.kernels.base import KernelFamily
+from kernelgen.kernels.gemm.activations import splits
+from kernelgen.kernels.gemm.mma import RESERVED_SHARED_MEMORY
 from kernelgen.kernels.gemm.requantize import Requantization
 from kernelgen.kernels.gemm.sm90 import (
     BLOCK_RECIPES,
@@ -27,7 +30,6 @@ from kernelgen.kernels.gemm.sm90 import (
     requantized,
     round_up,
     scalars,
-    splits,
     supports_common,
     unquantized,
     words,
@@ -53,7 +55,6 @@ MAX_ROWS = 1024  # of a; above it tiles of 128 rows fill the chip without shares
 _TOKENS = (8, 16, 32, 64, 128)
 _MOST_TOKENS = 256  # what a box has
 _MAX_SUMS = {1: 192, 2: 160, 4: 64}  # by warpgroups, which share the registers
-_RESERVED_SHARED_MEMORY = 1024  # per block, taken by the driver
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,7 @@ def _cost(problem: GemmProblem, target: Target, config: Config) -> float:
     row_tiles = -(-problem.m // c.tokens)
     blocks = row_tiles * -(-problem.n // c.columns) * problem.batch * c.split_k
     shared = shared_memory(problem, c)
-    resident = max(1, (target.shared_memory_per_block + _RESERVED_SHARED_MEMORY) // (shared + _RESERVED_SHARED_MEMORY))
+    resident = max(1, (target.shared_memory_per_block + RESERVED_SHARED_MEMORY) // (shared + RESERVED_SHARED_MEMORY))
     slots = sms * resident
     waves = -(-blocks // slots)
     steps = _split(problem, c)[1] * c.blocks_k
@@ -253,14 +254,21 @@ def _short_ring(problem: GemmProblem) -> Config:
     return Config(1, tokens, 2, 2) if steps == 2 and tokens == 8 else Config(1, tokens, min(4, max(2, steps)))
 
 
-def _ranked(problem: GemmProblem, target: Target) -> list[Config]:
-    """Legal configs, best guess first: winners in front of others, each by cost."""
-    winners = [c for c in WINNERS[kind_of_sums(problem)] if c.tokens == _rounded(problem.m) and legal(problem, target, c)]
+@lru_cache(maxsize=256)
+def _legal_configs(form: GemmProblem, target: Target, tokens: int) -> tuple[list[Config], list[Config]]:
+    """Winners and others; ``form``: a problem as far as legality sees it, so that a size that is new to a service costs no second look."""
+    winners = [c for c in WINNERS[kind_of_sums(form)] if c.tokens == tokens and legal(form, target, c)]
+    return winners, [c for c in dict.fromkeys(_configs(form, tokens)) if c not in winners and legal(form, target, c)]
+
+
+@lru_cache(maxsize=64)
+def _ranked(problem: GemmProblem, target: Target) -> tuple[Config, ...]:
+    """Legal configs, best guess first: winners in front of others, each by cost. Asked for by a rule and by dispatch."""
+    winners, others = _legal_configs(replace(problem, batch=1, m=1, n=2, k=1), target, _rounded(problem.m))
     if many_products(problem, target) and legal(problem, target, _short_ring(problem)):
         short = _short_ring(problem)
-        return [short, *sorted((c for c in winners if c != short), key=lambda c: _cost(problem, target, c))]
-    others = (c for c in dict.fromkeys(_configs(problem, _rounded(problem.m))) if c not in winners and legal(problem, target, c))
-    return [*sorted(winners, key=lambda c: _cost(problem, target, c)), *sorted(others, key=lambda c: _cost(problem, target, c))]
+        return short, *sorted((c for c in winners if c != short), key=lambda c: _cost(problem, target, c))
+    return *sorted(winners, key=lambda c: _cost(problem, target, c)), *sorted(others, key=lambda c: _cost(problem, target, c))
 
 
 def estimate(problem: GemmProblem, target: Target) -> float:
@@ -294,7 +302,7 @@ def spec(problem: GemmProblem, target: Target, config: Config) -> KernelSpec:
     p, c = problem, config
     parameters = options(
         p, c.tokens, mma_m=c.mma_m, tokens=c.tokens, stages=c.stages, blocks_k=c.blocks_k, groups=c.groups, split_k=c.split_k,
-        vector_out=True, shared_memory=shared_memory(p, c))
+        vector_out=p.out_alignment == 16, shared_memory=shared_memory(p, c))
     return KernelSpec.make(
         "_".join(["gemm_skinny_sm90", *words(p), *str(c).split()]), "gemm/skinny_sm90.cu.jinja", "nvrtc", parameters,
         params=PARAMS, params_type="kernelgen::SkinnySm90Params", entries=(ENTRY,), target=target,
@@ -330,7 +338,7 @@ def coverage() -> Iterable[tuple[GemmProblem, Config | None]]:
     """Problems that together reach every branch of the template."""
     base = GemmProblem(1, 16, 4096, 4096, "bf16", "bf16", "bf16", b_order="col")
     yield base, None
-    yield replace(base, m=1), Config(1, 8, 6, 2, 2, 2)
+    yield replace(base, m=1, out_alignment=2), Config(1, 8, 6, 2, 2, 2)
     yield replace(base, m=128, b_order="row", bias=True, bias_dtype="bf16", activation="silu"), Config(2, 128, 4, 1, 1, 4)
     yield replace(base, activation="swiglu", a_dtype="fp16", b_dtype="fp16", out_dtype="fp32"), Config(1, 16, 8, 2, 4, 2)
     yield replace(base, activation="geglu", gate_up="up_first", b_order="row"), Config(2, 16, 4, 2, 1, 1)

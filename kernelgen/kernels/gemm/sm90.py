@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import torch
 
 from kernelgen.dtypes import DTYPES
-from kernelgen.kernels.gemm.gemm_mma import ACTIVATION_NAMES, gate_name
+from kernelgen.errors import LayoutError
+from kernelgen.kernels.gemm.activations import ACTIVATION_NAMES, gate_name, splits
 from kernelgen.kernels.gemm.requantize import TEMPLATE, Requantization
 from kernelgen.problems.gemm import MORE_ACTIVATIONS, GemmProblem
 from kernelgen.specs import KernelSpec
@@ -26,11 +27,6 @@ _OUTPUTS = ("bf16", "fp16", "fp32")
 _MAX_EXTENT = (1 << 31) - (1 << 10)  # tile indices past the end of m, n and k stay within int32
 Problem = TypeVar("Problem", bound=GemmProblem)
 Quantize = Callable[[torch.Tensor, Any, int], None]  # workspace, tensors of the product, address of ends
-
-
-def splits(problem: GemmProblem) -> bool:
-    """Gate and up are halves of b: two boxes bring them side by side."""
-    return problem.gated and problem.gate_up != "interleaved"
 
 
 def promotes(problem: GemmProblem) -> bool:
@@ -53,14 +49,15 @@ def depth(problem: GemmProblem) -> int:
 
 
 def quantizes(problem: GemmProblem) -> bool:
-    """dense_sm90 finds codes and their scales itself, where a row's 128 columns lie in one warpgroup's registers. (Beside promoted sums of
-    256 columns those of a gate find no room if scales of rows or columns come too: 24 - 364 bytes spilled.)"""
-    return problem.out_scale == "block_1x128" and not (problem.gated and kind_of_sums(problem) == "promoted")
+    """dense_sm90 finds codes and their scales itself, where a row's 128 columns lie in one warpgroup's registers, and TMA writes them.
+    (Beside promoted sums of 256 columns those of a gate find no room if scales of rows or columns come too: 24 - 364 bytes spilled.)"""
+    p = problem
+    return p.out_scale == "block_1x128" and p.out_alignment == 16 and not (p.gated and kind_of_sums(p) == "promoted")
 
 
 def unquantized(problem: Problem) -> Problem:
-    """The product whose float32 results other kernels quantise, where scales need more than one tile."""
-    return replace(problem, out_dtype="fp32", out_scale=None)
+    """The product whose float32 results, in rows of whole 16 bytes, other kernels quantise, where scales need more than one tile."""
+    return replace(problem, out_dtype="fp32", out_scale=None, out_alignment=16)
 
 
 def requantized(spec: KernelSpec, quantize: Requantization) -> KernelSpec:
@@ -91,7 +88,7 @@ def supports_common(problem: GemmProblem, target: Target, name: str) -> Verdict:
         (min(p.m, p.n, p.k, p.batch) > 0, "an extent is 0: there is nothing for TMA to load"),
         (not splits(p) or p.b_order == "col" or p.n // 2 * DTYPES[p.b_dtype].bytes % 16 == 0,
          f"the second half of b's columns begins at {p.n // 2}, TMA needs a multiple of 16 bytes"),
-        (p.alignment == 16, f"rows are aligned to {p.alignment} bytes, TMA needs 16"),
+        (p.alignment == 16, f"rows of a or b are aligned to {p.alignment} bytes, TMA needs 16"),
     )
 
 
@@ -119,12 +116,20 @@ def words(problem: GemmProblem) -> list[str]:
     parts += [f"c_{p.c_dtype or p.out_dtype}"] if p.accumulate_c else []
     parts += [f"out_{p.out_scale}"] if p.out_scale else []
     parts += [p.scales] if p.scales in BLOCK_RECIPES else ["scales"] if p.scales else []
+    parts += ["scalar_out"] if p.out_alignment < 16 else []
     return parts + (["promote"] if promotes(p) else [])
 
 
 def scalars(problem: GemmProblem, t: Any) -> dict[str, int | float]:
-    """Everything of Params that the kernels take from shapes and strides."""
+    """Everything of Params that the kernels take from shapes and strides.
+
+    Raises LayoutError for a view of scales whose entries are 2^31 or more apart: the kernels have 32 bits for all but the batch's stride.
+    """
     p = problem
+    for name, scale in (("scale_a", t.scale_a), ("scale_b", t.scale_b)):
+        if scale is not None and max(_stride(scale, 1), _stride(scale, 2)) >= 1 << 31:
+            raise LayoutError(f"{name}: got strides {scale.stride()}, expected entries fewer than 2^31 apart on Hopper; call "
+                              f"{name}.contiguous()")
     return {
         "c_batch": _stride(t.c, 0), "c_row": t.c.stride(1) if t.c is not None else 0, "out_batch": t.out.stride(0),
         "out_row": t.out.stride(1), "bias_batch": _stride(t.bias, 0) if t.bias is not None and t.bias.dim() == 2 else 0,

@@ -2,7 +2,8 @@
 
     quantize_x       x to fp8, where the experts are: per token, or per 128 of a token where scales are of blocks
     sort             slots by expert
-    permute          tokens (and their scales) to rows, multiplied by the slots' weights where these are on the input
+    permute          tokens (and their scales) to rows, multiplied by the slots' weights where these are on the input; up takes tokens
+                     by their numbers itself where it can (``gathers``)
     up               rows by w13, bias and activation in the epilogue
     quantize_hidden  the activation's result to fp8, where the experts are; up writes the codes itself where it can (``writes_codes``)
     down             by w2, bias in the epilogue, into the memory that the rows of x had
@@ -24,7 +25,7 @@ import torch
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import Composition
 from kernelgen.moe_tensors import MoeTensors, PermuteTensors, SortTensors, UnpermuteTensors
-from kernelgen.problems.gemm import GemmProblem, GroupedGemmProblem
+from kernelgen.problems.gemm import GatheredGemmProblem, GemmProblem, GroupedGemmProblem
 from kernelgen.problems.moe import MoePermuteProblem, MoeProblem, MoeSortProblem, MoeUnpermuteProblem, PackedForm
 from kernelgen.problems.quantize import LimitedQuantizeProblem, QuantizeProblem
 from kernelgen.reference.activation import OAI_ALPHA, OAI_LIMIT
@@ -89,18 +90,30 @@ def _product(p: MoeProblem, index: int) -> GroupedGemmProblem:
     a_dtype = p.weight_dtype if p.weight_dtype in _FP8 else p.x_dtype
     width, n = (p.hidden, p.wide) if index == 0 else (p.intermediate, p.hidden)
     outputs = p.intermediate if index == 0 else p.hidden
-    bias = (p.bias13_dtype, p.bias2_dtype)[index]
+    bias, alignment = (p.bias13_dtype, p.bias2_dtype)[index], _row_alignment(p, (width, a_dtype), (outputs, p.x_dtype))
     return GroupedGemmProblem(
         batch=p.experts, m=p.slots, n=n, k=width, a_dtype=a_dtype, out_dtype=p.x_dtype, a_order="row", b_order="col", batched_b=True,
         bias=bias is not None, bias_dtype=bias, activation=_activation(p) if index == 0 else None, gate_up=p.gate_up,
-        deterministic=p.deterministic, alignment=_row_alignment(p, (width, a_dtype), (outputs, p.x_dtype)), grouping="rows",
+        deterministic=p.deterministic, alignment=alignment, out_alignment=alignment, grouping="rows",
         **_weight_words(p, index))
+
+
+def _first_product(p: MoeProblem, target: Target) -> GroupedGemmProblem:
+    """Up, whose rows are tokens by their numbers where it can gather them: on Hopper, unless weights multiply each copy."""
+    up = _product(p, 0)
+    if p.weights_on_input or target.kind != "cuda" or target.capability != 90:
+        return up
+    from kernelgen.kernels.gemm import grouped_sm90
+
+    gathered = GatheredGemmProblem(**vars(up), tokens=p.tokens)
+    runs = grouped_sm90.supports(gathered, target) and any(grouped_sm90.candidates(gathered, target))
+    return gathered if runs else up
 
 
 def _codes(up: GroupedGemmProblem, p: MoeProblem) -> GroupedGemmProblem:
     """Up whose output are codes, with a scale for 128 of a row."""
     alignment = _row_alignment(p, (p.hidden, p.weight_dtype), (p.intermediate, p.weight_dtype))
-    return replace(up, out_dtype=p.weight_dtype, out_scale="block_1x128", alignment=alignment)
+    return replace(up, out_dtype=p.weight_dtype, out_scale="block_1x128", alignment=alignment, out_alignment=alignment)
 
 
 def writes_codes(problem: MoeProblem, target: Target) -> bool:
@@ -112,7 +125,7 @@ def writes_codes(problem: MoeProblem, target: Target) -> bool:
     from kernelgen.kernels.gemm import grouped_sm90
     from kernelgen.kernels.gemm.sm90 import quantizes
 
-    up = _codes(_product(p, 0), p)
+    up = _codes(_first_product(p, target), p)
     tiles = min(p.slots, p.experts) * -(-p.intermediate // 128)
     runs = quantizes(up) and grouped_sm90.supports(up, target) and any(grouped_sm90.candidates(up, target))
     return bool(runs) and tiles >= 0.9 * (target.sm_count or _SMS)
@@ -123,9 +136,10 @@ def _shared(p: MoeProblem, index: int) -> GemmProblem:
     inner = p.shared or 0
     n, width = (2 * inner if p.gated else inner, p.hidden) if index == 0 else (p.hidden, inner)
     outputs = inner if index == 0 else p.hidden
+    alignment = _row_alignment(p, (width, p.x_dtype), (outputs, p.x_dtype))
     return GemmProblem(
         1, p.tokens, n, width, p.x_dtype, p.x_dtype, p.x_dtype, b_order="col", activation=_activation(p) if index == 0 else None,
-        gate_up=p.gate_up, deterministic=p.deterministic, alignment=_row_alignment(p, (width, p.x_dtype), (outputs, p.x_dtype)))
+        gate_up=p.gate_up, deterministic=p.deterministic, alignment=alignment, out_alignment=alignment)
 
 
 def _routed(p: MoeProblem) -> bool:
@@ -147,11 +161,12 @@ def steps(problem: MoeProblem, target: Target) -> tuple[tuple[str, Any], ...]:
             made.append(("quantize_x", QuantizeProblem(
                 1, p.tokens, p.hidden, p.x_dtype, p.weight_dtype, recipe_x, alignment=_row_alignment(p, (p.hidden, row_dtype)))))
         made.append(("sort", MoeSortProblem(p.tokens, p.k, p.experts, p.id_dtype, p.expert_map)))
-        made.append(("permute", MoePermuteProblem(
-            p.tokens, p.k, p.hidden, row_dtype, on_input, _scales_of(recipe_x, p.hidden),
-            _row_alignment(p, (p.hidden, row_dtype)))))
-        codes = writes_codes(p, target)
-        made.append(("up", _codes(_product(p, 0), p) if codes else _product(p, 0)))
+        up, codes = _first_product(p, target), writes_codes(p, target)
+        if not up.gathered:
+            made.append(("permute", MoePermuteProblem(
+                p.tokens, p.k, p.hidden, row_dtype, on_input, _scales_of(recipe_x, p.hidden),
+                _row_alignment(p, (p.hidden, row_dtype)))))
+        made.append(("up", _codes(up, p) if codes else up))
         if recipe_hidden and not codes:
             made.append(("quantize_hidden", LimitedQuantizeProblem(
                 1, p.slots, p.intermediate, p.x_dtype, p.weight_dtype, recipe_hidden,
@@ -192,12 +207,12 @@ class _Weight:
 
 
 class _Address:
-    """A part of a workspace, as a repeated call needs it: views would cost it as much time as the launches."""
+    """A part of a workspace, which it keeps alive, as a repeated call needs it: views would cost it as much time as the launches."""
 
-    __slots__ = ("address",)
+    __slots__ = ("address", "memory")
 
-    def __init__(self, address: int) -> None:
-        self.address = address
+    def __init__(self, address: int, memory: torch.Tensor) -> None:
+        self.address, self.memory = address, memory
 
     def data_ptr(self) -> int:
         return self.address
@@ -223,16 +238,19 @@ class _Workspace:
             return whole, offsets, rows, slots.view(p.tokens, p.k)
         first = whole.data_ptr()
         behind = first + 4 * p.experts
-        return whole, _Address(first), _Address(behind), _Address(behind + 4 * p.slots)
+        return whole, _Address(first, whole), _Address(behind, whole), _Address(behind + 4 * p.slots, whole)
 
     def rows(self, width: int) -> torch.Tensor:
         return torch.empty((1, self.p.slots, width), dtype=self.dtype, device=self.device)
 
-    def quantized(self, rows: int, width: int, recipe: str, run: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantized(self, rows: int, width: int, recipe: str, run: bool, gathered: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes (1, rows, width) and their scales (1, rows, scales); the scales of neighbouring rows lie side by side and blocks at
-        multiples of 16 bytes, as the copy engine takes them (gemm/block_scales_sm90.cuh)."""
+        multiples of 16 bytes, as the copy engine takes them (gemm/block_scales_sm90.cuh). ``gathered``: those of a row lie side by side."""
         scales = _scales_of(recipe, width)
         assert scales is not None and self.code is not None
+        if gathered:
+            return (torch.empty((1, rows, width), dtype=self.code, device=self.device),
+                    torch.empty((1, rows, scales), dtype=torch.float32, device=self.device))
         memory = torch.empty((1, scales, -(-rows // 4) * 4), dtype=torch.float32, device=self.device)
         return torch.empty((1, rows, width), dtype=self.code, device=self.device), memory if run else memory.mT[:, :rows]
 
@@ -306,7 +324,7 @@ def _bind_routed(
     alpha, limit = _numbers(p, sample)
     first, second = _Weight(p, 0), _Weight(p, 1)
     bound: dict[str, Callable[[Any], Any]] = {}
-    codes_of_up = bool(work.recipe_hidden) and "quantize_hidden" not in names
+    codes_of_up, gathered = bool(work.recipe_hidden) and "quantize_hidden" not in names, "permute" not in names
 
     def call(name: str, tensors: Any, run: bool) -> None:
         """Bind a step by its first tensors, or run it."""
@@ -319,27 +337,27 @@ def _bind_routed(
         w13, scale13, zero13 = (first.again if run else first.sample)(t.w13, t.scale13)
         w2, scale2, zero2 = (second.again if run else second.sample)(t.w2, t.scale2)
         memory, offsets, token_of_row, row_of_slot = work.sort(run)
-        x, scale_x, rows_scale = t.x, None, None
+        rows, rows_scale = t.x if run else t.x.unsqueeze(0), None
         if work.recipe_x:
-            codes, scale = work.quantized(p.tokens, p.hidden, work.recipe_x, run)
-            call("quantize_x", QuantizeTensors(t.x if run else t.x.unsqueeze(0), codes, scale), run)
-            x, scale_x = (codes, scale) if run else (codes[0], scale[0])
-            rows, rows_scale = work.quantized(p.slots, p.hidden, work.recipe_x, run)
-        else:
-            rows = work.rows(p.hidden)
+            codes, rows_scale = work.quantized(p.tokens, p.hidden, work.recipe_x, run, gathered)
+            call("quantize_x", QuantizeTensors(rows, codes, rows_scale), run)
+            rows = codes
         call("sort", SortTensors(t.ids, offsets, token_of_row, row_of_slot, t.table, t.first), run)
-        call("permute", PermuteTensors(x, row_of_slot, rows if run else rows[0], t.weights if p.weights_on_input else None, scale_x,
-                                       rows_scale if run or rows_scale is None else rows_scale[0]), run)
+        if not gathered:
+            x, scale_x = (rows, rows_scale) if run else (rows[0], None if rows_scale is None else rows_scale[0])
+            rows, rows_scale = work.quantized(p.slots, p.hidden, work.recipe_x, run) if work.recipe_x else (work.rows(p.hidden), None)
+            call("permute", PermuteTensors(x, row_of_slot, rows if run else rows[0], t.weights if p.weights_on_input else None, scale_x,
+                                           rows_scale if run or rows_scale is None else rows_scale[0]), run)
         hidden, scale_hidden = (work.quantized(p.slots, p.intermediate, work.recipe_hidden, run) if codes_of_up else
                                 (work.rows(p.intermediate), None))
         call("up", GroupedGemmTensors(rows, w13, hidden, offsets, t.bias13, None, 1.0, rows_scale, scale13, zero13, scale_hidden,
-                                      alpha, limit), run)
+                                      alpha, limit, token_of_row if gathered else None), run)
         if work.recipe_hidden and not codes_of_up:
             codes, scale_hidden = work.quantized(p.slots, p.intermediate, work.recipe_hidden, run)
-            used: Any = _Address(memory.data_ptr() + 4 * (p.experts - 1))  # where the last expert's rows end
+            used: Any = _Address(memory.data_ptr() + 4 * (p.experts - 1), memory)  # where the last expert's rows end
             call("quantize_hidden", QuantizeTensors(hidden, codes, scale_hidden, used), run)
             hidden = codes
-        made = work.rows(p.hidden) if work.recipe_x else rows  # the rows of x are no longer needed
+        made = work.rows(p.hidden) if work.recipe_x or gathered else rows  # copies of x are no longer needed
         call("down", GroupedGemmTensors(hidden, w2, made, offsets, t.bias2, None, 1.0, scale_hidden, scale2, zero2), run)
         return made, row_of_slot, memory
 

@@ -14,8 +14,7 @@ import torch
 
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
-from kernelgen.kernels.gemm.activations import ACTIVATION_NAMES
-from kernelgen.kernels.gemm.mma import GATES
+from kernelgen.kernels.gemm.activations import ACTIVATION_NAMES, gate_name
 from kernelgen.kernels.moe.sort_cuda import INDICES, MAPS
 from kernelgen.kernels.rowwise import dependent
 from kernelgen.moe_tensors import MoeTensors
@@ -239,7 +238,7 @@ def spec(problem: MoeProblem, target: Target, config: Config) -> KernelSpec:
     """The specialisation: dtypes, activation, scales, biases and config; no extents."""
     p, c = problem, config
     recipes = _recipes(p)
-    gate = GATES[p.gate_up] if p.gated else "kNone"
+    gate = gate_name(p)
     activation = ACTIVATION_NAMES[None if p.activation == "identity" else p.activation]
     rings = _rings(p, c)
     names = [p.x_dtype, p.weight_dtype, p.activation, gate[1:].lower(), *(r for r in recipes if r), p.slot_dtype, p.id_dtype]

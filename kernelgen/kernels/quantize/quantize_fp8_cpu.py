@@ -9,6 +9,7 @@ import torch
 
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
+from kernelgen.kernels.gemm.activations import ACTIVATION_NAMES, gate_name
 from kernelgen.kernels.rowwise import TaskConfig, legal_tasks
 from kernelgen.params import ParamStruct
 from kernelgen.problems.gemm import ACTIVATIONS
@@ -30,9 +31,6 @@ ENTRIES = ("quantize_fp8_cpu", "find_largest")
 _DTYPES = ("fp32", "bf16", "fp16")
 CODES = {"e4m3": "kernelgen::Fp8E4M3", "e5m2": "kernelgen::Fp8E5M2"}
 RECIPES = {"tensor": "kTensor", "row": "kRow", "block_1x128": "kBlock1x128", "block_128x128": "kBlock128x128"}
-ACTIVATION_NAMES = {None: "kNone", "relu": "kRelu", "gelu": "kGelu", "gelu_tanh": "kGeluTanh", "silu": "kSilu", "swiglu": "kSilu",
-                    "geglu": "kGelu"}
-GATES = {"gate_first": "kGateFirst", "up_first": "kUpFirst", "interleaved": "kInterleaved"}
 _BLOCK = 128
 _TASK_ELEMENTS = 1 << 15  # some ten microseconds
 
@@ -59,7 +57,7 @@ def spec(problem: QuantizeProblem, target: Target, config: TaskConfig) -> Kernel
     words = [p.dtype, p.code_dtype, p.recipe, *([p.activation] if p.activation else []), *([p.gate_up] if p.gated else [])]
     parameters = {
         "element": DTYPES[p.dtype].cpp, "code": CODES[p.code_dtype], "recipe": RECIPES[p.recipe],
-        "activation": ACTIVATION_NAMES[p.activation], "gate": GATES[p.gate_up] if p.gated else "kNone",
+        "activation": ACTIVATION_NAMES[p.activation], "gate": gate_name(p),
     }
     return KernelSpec.make(
         "_".join(("quantize_fp8_cpu", *words)), "quantize/quantize_fp8_cpu.cc.jinja", "cxx", parameters, params=PARAMS,
@@ -84,7 +82,7 @@ def bind(problem: QuantizeProblem, config: TaskConfig, kernel: Any, tensors: Qua
     pack = PARAMS.pointer_packer.pack
 
     def run(t: QuantizeTensors) -> None:
-        largest = torch.empty(tasks, dtype=torch.int32) if shared else None
+        largest = torch.empty(tasks, dtype=torch.int32, device="cpu") if shared else None
         launch(pack(t.x.data_ptr(), t.codes.data_ptr(), t.scale.data_ptr(), 0 if largest is None else largest.data_ptr()) + tail)
 
     return run

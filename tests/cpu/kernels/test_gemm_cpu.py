@@ -10,7 +10,7 @@ import torch
 
 import kernelgen
 from kernelgen import build
-from kernelgen.errors import NoBackendError
+from kernelgen.errors import DtypeError, LayoutError, NoBackendError
 from kernelgen.kernels.gemm import gemm_cpu
 from kernelgen.problems.gemm import GemmProblem
 from kernelgen.targets import Target
@@ -212,6 +212,32 @@ def test_refusals_name_the_value() -> None:
         kernelgen.gemm(a.clone().requires_grad_(), b, backend="generated")
     with pytest.raises(NoBackendError, match="out dtype fp32 with fp64"):
         kernelgen.gemm(a.double(), b.double(), out_dtype=F32, backend="generated")
+    for name, side in (("bias", torch.zeros(4).to(torch.float8_e4m3fn)), ("c", torch.zeros(4, 4).to(torch.float8_e5m2)),
+                       ("bias", torch.zeros(4, dtype=torch.int32))):
+        with pytest.raises(DtypeError, match=f"{name}: got {side.dtype}, expected float32"):
+            kernelgen.gemm(a, b, **{name: side})
+    with pytest.raises(LayoutError, match=r"a: got strides \(16, 2\) of its last two dimensions, \(4, 4\)"):
+        kernelgen.gemm(random_tensor((8, 8), F32, seed=1)[::2, ::2], b)
+
+
+@pytest.mark.parametrize("backend", ("generated", "torch"))
+def test_an_output_lies_apart_from_what_is_read(backend: str) -> None:
+    """Refused by the first call and by a remembered one, whose addresses alone have changed. Columns of one buffer are apart."""
+    b, rows, buffer = random_tensor((40, 40), F32, seed=1), random_tensor((60, 40), F32, seed=2), random_tensor((20, 80), F32, seed=3)
+    a = rows[:20]
+    wanted = kernelgen.gemm(a, b, out=rows[20:40], backend=backend).clone()
+    stacked = random_tensor((6, 2, 40), F32, seed=4)
+    for left, out in ((buffer[:, :40], buffer[:, 40:]), (buffer[:, 40:], buffer[:, :40]), (stacked[:, 1], stacked[:, 0])):
+        result = kernelgen.gemm(left, b, backend=backend)
+        assert_bits_equal(kernelgen.gemm(left, b, out=out, backend=backend), result, what="columns")
+    assert_bits_equal(kernelgen.gemm(a, b, c=rows[40:], beta=0.0, out=rows[30:50], backend=backend), wanted, what="c that is not read")
+    for out, other in ((rows[:20], "a"), (rows[10:30], "a"), (b[20:], "b")):
+        with pytest.raises(LayoutError, match=f"out: got memory that {other} lies in"):
+            kernelgen.gemm(a, b, out=out, backend=backend)
+    for features, other in ((dict(c=rows[39:59]), "c"), (dict(bias=rows[45]), "bias")):
+        with pytest.raises(LayoutError, match=f"out: got memory that {other} lies in"):
+            kernelgen.gemm(a, b, out=rows[40:], backend=backend, **features)
+    kernelgen.gemm(a, b, c=rows[40:], out=rows[40:], backend=backend)
 
 
 def test_every_covered_problem_has_a_legal_config() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 import kernelgen
 from kernelgen import reference as ref
-from kernelgen.errors import DtypeError, SettingsError, ShapeError
+from kernelgen.errors import DtypeError, LayoutError, SettingsError, ShapeError
 from kernelgen.testing.cpu_level import LEVELS, instruction_level
 from kernelgen.testing.data import padded_rows, random_tensor, seed_of
 from kernelgen.testing.gemm import check_gemm, check_quantized_gemm
@@ -147,10 +148,21 @@ def test_refusals_name_the_value() -> None:
         (dict(w=codes), ShapeError, "scale: got None"), (dict(w=codes, scale=torch.ones(8, 2)), ShapeError, "scale: got shape"),
         (dict(w=codes, scale=torch.ones(8, 1), zero=torch.ones(8, 1)), DtypeError, "zero: got torch.float32"),
         (dict(w=codes, format="mxfp4", scale=torch.ones(8, 2)), DtypeError, "scale: got torch.float32"),
+        (dict(w=w, format="mxfp4", symmetric=False), SettingsError, "got symmetric=False with mxfp4"),
+        (dict(w=codes, scale=torch.ones(8, 1), symmetric=False), ShapeError, "zero: got None"),
     ):
         with pytest.raises(error, match=words):
             kernelgen.pack_weight(**arguments)
     weight = kernelgen.pack_weight(w)
+    assert repr(weight) == "PackedWeight(format='int4', shape=(8, 64), group_size=128, version=1)" and weight == weight
+    for change, error, words in (  # a kernel would read beyond the end, or leave out what is there
+        (dict(shape=(9, 64)), ShapeError, "codes: got shape"), (dict(group_size=32), ShapeError, "scale: got shape"),
+        (dict(zero=torch.zeros(8, 1)), DtypeError, "zero: got torch.float32"),
+        (dict(format="mxfp4"), SettingsError, "mxfp4 in groups of 32"),
+        (dict(codes=codes.t().contiguous().t()), LayoutError, "strides"),
+    ):
+        with pytest.raises(error, match=words):
+            dataclasses.replace(weight, **change)
     for left, features, error, words in (
         (a.to(E4M3), {}, DtypeError, "a: got torch.float8_e4m3fn with a packed weight"), (a[:, :32], {}, ShapeError, "got K = 32"),
         (a, dict(scale_b=torch.ones(())), DtypeError, "the weight carries its own"), (a.double(), {}, DtypeError, "torch.float64"),

@@ -7,7 +7,7 @@ import torch
 
 import kernelgen
 from kernelgen import reference as ref
-from kernelgen.errors import DeviceError, DtypeError, NoBackendError, ShapeError
+from kernelgen.errors import DeviceError, DtypeError, LayoutError, NoBackendError, ShapeError
 from kernelgen.testing.cpu_level import LEVELS, instruction_level
 from kernelgen.testing.data import poisoned_empty, random_lengths, random_tensor, seed_of
 from kernelgen.testing.gemm import operands
@@ -157,7 +157,8 @@ def test_refusals_name_the_value() -> None:
         (kernelgen.grouped_gemm, (a, b, [3, 3, 99]), ShapeError, "offsets: got"),
         (kernelgen.grouped_gemm, (a, b, [-1, 3, 9]), ShapeError, "offsets: got"),
         (kernelgen.grouped_gemm, (a, b, "abc"), DtypeError, "offsets: got 'abc'"),
-        (kernelgen.grouped_gemm, (a, b, ends.to("meta")), DeviceError, "offsets is on meta"),
+        (kernelgen.grouped_gemm, (a, b, [1.5, 3, 8]), DtypeError, r"offsets: got \[1.5, 3, 8\]"),
+        (kernelgen.grouped_gemm, (a, b, ends.to("meta")), DeviceError, "offsets is on meta, expected cpu"),
         (kernelgen.grouped_gemm, (masked, b, ends), ShapeError, r"expected \(T, K\) and \(E, K, N\)"),
         (kernelgen.grouped_gemm, (a[:, :9], b, ends), ShapeError, "got K = 9"),
         (kernelgen.grouped_gemm, (a.half(), b, ends), DtypeError, "float16"),
@@ -169,6 +170,12 @@ def test_refusals_name_the_value() -> None:
             call(*arguments)
     with pytest.raises(ShapeError, match=r"bias: got shape \(4, 20\), expected \(20\), the N of b or \(3, 20\)"):
         kernelgen.grouped_gemm(a, b, ends, bias=torch.zeros(4, 20))
+    for call, left, e in ((kernelgen.grouped_gemm, a, ends), (kernelgen.grouped_gemm_masked, masked, counts)):
+        wide = torch.cat([left, left], -1)
+        call(wide[..., :30], b, e, out=wide[..., 30:50], backend="generated")
+        for _ in range(2):
+            with pytest.raises(LayoutError, match="out: got memory that a lies in"):
+                call(wide[..., :30], b, e, out=wide[..., 29:49], backend="generated")
 
 
 def test_kernels_stay_inside_the_matrix_whatever_the_offsets_are() -> None:

@@ -25,6 +25,8 @@ CASES = {
     "rows": (Grouped("rows", (20, 0, 1, 37), Product(0, 50, 100, "bf16", bias="bf16")), HALVES,
              [(0, 0, 0, 58), (58, 0, 0, 0), (1, 1, 1, 55), (0, 0, 0, 0)]),
     "rows many": (Grouped("rows", MANY, Product(0, 24, 64, "fp16", c="fp16", beta=0.5)), HALVES, []),
+    # Columns of a at 16 bytes, of which a group begins anywhere.
+    "rows columns": (Grouped("rows", (17, 0, 1, 32), Product(0, 40, 64, "bf16", orders="cr"), spare=6), HALVES, [(1, 5, 2, 42)]),
     "rows fp8": (Grouped("rows", (5, 40, 0, 3), Product(0, 72, 300, scales="row", activation="swiglu", bias="fp32")), SMALL, []),
     "rows blocks": (Grouped("rows", (5, 40, 0, 3), Product(0, 136, 300, scales="block_128x128", scale_major="cr")), SMALL, []),
     "rows int4": (Grouped("rows", (9, 0, 20), Product(0, 40, 160, "bf16", weight="int4", group=32, symmetric=False)), SMALL, []),

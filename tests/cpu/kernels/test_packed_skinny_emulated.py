@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kernelgen.errors import LayoutError
-from kernelgen.kernels.gemm import packed_skinny
+from kernelgen.kernels.gemm import packed_skinny, packed_sm90
 from kernelgen.kernels.gemm.packed_skinny import Config
 from kernelgen.settings import settings
 from kernelgen.targets import Target
@@ -45,6 +45,11 @@ def test_views_of_more_than_4_gb_are_refused() -> None:
     far = torch.empty_strided(tensors.b.shape, (1 << 40, 1 << 20, 1), dtype=torch.uint8, device="meta")
     with pytest.raises(LayoutError, match="codes .* 8192 rows 1048576 bytes apart.* make codes contiguous"):
         packed_skinny.bind(problem_of(case, tensors), SMALL, None, tensors._replace(b=far))
+    block = packed_sm90.Config(2, 8, 4, 2)  # counts from a block's first column on: of 128 of them
+    packed_skinny.check_reach(problem_of(case, tensors), block, tensors._replace(b=far), packed_sm90.ENTRY, block.block_n)
+    further = torch.empty_strided(tensors.b.shape, (1 << 40, 1 << 25, 1), dtype=torch.uint8, device="meta")
+    with pytest.raises(LayoutError, match="expected 128 rows within 4 GB by gemm_packed_sm90"):
+        packed_sm90.bind(problem_of(case, tensors), block, None, tensors._replace(b=further))
 
 
 @pytest.fixture(scope="module")

@@ -109,3 +109,7 @@ def test_float64_and_refusals() -> None:
             kernelgen.quantize_fp8(bad)
     with pytest.raises(ShapeError, match="even"):
         kernelgen.quantize_fp8(x[:, :3], activation="swiglu")
+    own = x.view(torch.float8_e4m3fn)
+    for out in ((own[:, :200], scale), (codes, x[:, :1])):
+        with pytest.raises(LayoutError, match="got memory that x lies in"):
+            kernelgen.quantize_fp8(x, "row", out=out)

@@ -55,6 +55,12 @@ __device__ inline void store_16_aligned(void* target, const uint32_t (&words)[4]
   }
 }
 
+// Stores 16 aligned bytes in one access, which the compiler may not cut up.
+__device__ inline void store_whole_16(void* target, const uint32_t (&words)[4]) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+
 // Words of global memory that are read once: they leave no trace in L1, and L2 fetches their neighbours with them.
 template <int Words>
 __device__ inline void load_stream(uint32_t (&words)[Words], const void* source) {

@@ -6,6 +6,7 @@
 //
 //   TMA     rows that lie one behind the other, at 16 bytes, and a scale for 128 columns (p.scales_by_tma): the copying warp brings the
 //           rows' by TMA; another one loads those of columns for 32 steps at a time, and writes one step's into each stage
+//   rows    of a that are gathered: that other warp loads their scales a step ahead, into registers, and writes them into the stage
 //   gather  any order and alignment: that other warp brings all by 4-byte copies. They slow the products down: 320,000 cycles where
 //           nothing copied at all takes 268,000, and one such copy a step takes most of the difference
 #pragma once
@@ -29,7 +30,7 @@ struct BlockScales {
   static constexpr int kRun = kEach ? 1 : greatest_common_divisor(Epilogue::kSplit ? Epilogue::kOutputs : Options::kBlockN, 128);
   static constexpr int kRuns = Options::kBlockN / kRun;
   // Rows of groups begin anywhere, a box at a multiple of four.
-  static constexpr int kBoxRows = BlockM <= 192 ? BlockM : BlockM / 2, kBoxes = BlockM / kBoxRows, kSlack = Epilogue::kRowGroups ? 4 : 0;
+  static constexpr int kBoxRows = BlockM <= 192 ? BlockM : BlockM / 2, kBoxes = BlockM / kBoxRows, kSlack = Epilogue::kRowGroups && !Options::kGather ? 4 : 0;
   static constexpr int kBoxBytes = round_up((kBoxRows + kSlack) * 4, 128);
   static constexpr int kColumnsAt = (kBoxes - 1) * kBoxBytes + (kBoxRows + kSlack) * 4;
   static constexpr int kBytes = round_up(kColumnsAt + kRuns * 4, 128);  // of a stage: rows, then runs of columns
@@ -37,7 +38,8 @@ struct BlockScales {
   // Scales of all columns are too many for registers: they are read where they lie, and the stage is given back after that.
   static constexpr bool kHoldsStage = kEach;
 
-  static constexpr bool kByTma = !kEach;
+  static constexpr bool kByTma = !kEach && !Options::kGather;
+  static_assert(!Options::kGather || !kEach, "gathered rows stand beside scales of 128 columns");
 
   __device__ static uint32_t row_at(int row) { return row / kBoxRows * kBoxBytes + row % kBoxRows * 4; }
 
@@ -71,6 +73,28 @@ struct BlockScales {
     }
   }
 
+  // Scales of gathered rows, of one step: those of rows lane, lane + 32, ...
+  struct Rows {
+    uint32_t from[BlockM / kWarpSize];  // where a row's begin
+    float scale[BlockM / kWarpSize];
+
+    __device__ void find(const DenseSm90Params& p, const OutputTile& tile) {
+#pragma unroll
+      for (int i = 0; i < BlockM / kWarpSize; ++i) {
+        from[i] = static_cast<uint32_t>(p.rows[min(tile.m + i * kWarpSize + lane_id(), tile.row_end - 1)] * p.scale_a_row);
+      }
+    }
+    __device__ void load(const DenseSm90Params& p, int block) {
+      const float* a = p.scale_a + static_cast<int64_t>(block) * p.scale_a_block;
+#pragma unroll
+      for (int i = 0; i < BlockM / kWarpSize; ++i) scale[i] = a[from[i]];
+    }
+    __device__ void write(uint32_t target) const {
+#pragma unroll
+      for (int i = 0; i < BlockM / kWarpSize; ++i) store_float(target + row_at(i * kWarpSize + lane_id()), scale[i]);
+    }
+  };
+
   // Those of step `step` of 32 into a stage, and the arrivals.
   __device__ static void write_columns(uint32_t target, const Columns& columns, int step, uint32_t barrier) {
     float mine = 0.0f;
@@ -88,14 +112,17 @@ struct BlockScales {
   __device__ static void gather(uint32_t target, const DenseSm90Params& p, const OutputTile& tile, int block) {
     const float* a = p.scale_a + tile.batch_a * p.scale_a_batch + static_cast<int64_t>(block) * p.scale_a_block;
     const float* b = p.scale_b + tile.batch_b * p.scale_b_batch + static_cast<int64_t>(block) * p.scale_b_block;
-#pragma unroll 1  // this warp has 40 registers
+    // This warp has 40 registers: its lane is read anew, or ptxas keeps all that follows from it from tile to tile, and spills.
+    int lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+#pragma unroll 1
     for (int i = 0; i < BlockM / kWarpSize; ++i) {
-      const int row = i * kWarpSize + lane_id();
+      const int row = i * kWarpSize + lane;
       cp_async_4(target + row_at(row), a + static_cast<int64_t>(min(tile.m + row, p.m - 1)) * p.scale_a_row);
     }
 #pragma unroll 1
     for (int i = 0; i < ceil_div(kRuns, kWarpSize); ++i) {
-      const int run = i * kWarpSize + lane_id();
+      const int run = i * kWarpSize + lane;
       const int column = min(Epilogue::column_of_b(p, tile.n, run * kRun), p.n - 1) / Options::kScaleColumns;
       if (run < kRuns) cp_async_4(target + kColumnsAt + run * 4, b + static_cast<int64_t>(column) * p.scale_b_column);
     }

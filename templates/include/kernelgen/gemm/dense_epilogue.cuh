@@ -42,10 +42,14 @@ struct DenseEpilogue {
   static constexpr int kSlabBytes = kMmaRows * kSwizzleRowBytes;
   static constexpr int kStoreBytes = Options::kTmaOut ? Options::kSlabs * kSlabBytes : 0;
   static_assert(kOutputs % 8 == 0, "eight outputs of a row belong to one instruction");
+  // Outputs of eight columns at a time where registers are short, or ptxas loads scales and biases of all at once, and spills.
+  static constexpr bool kOneByOne = Options::kPromote && kGate == Gate::kInterleaved && (Options::kBias || Options::kScales);
 
-  uint32_t slabs;  // shared address of this warpgroup's kSlabs
-  int group;       // of the block's consumers
-  int slab = 0;
+  uint32_t slabs;  // shared address of all consumers' slabs
+  int slab = 0;    // the next of this warpgroup's kSlabs
+
+  // Of the block's consumers. Not kept: registers are short where this is asked for.
+  __device__ static int group() { return threadIdx.x / kWarpgroupThreads; }
 
   // First row of the tile of b from `row` on, as a column of b.
   __device__ static int column_of_b(const DenseSm90Params& p, int output, int row) {
@@ -64,12 +68,21 @@ struct DenseEpilogue {
     const typename Options::Bias* bias;
   };
 
+  // That of a row of the product; of rows that do not exist any that does.
+  __device__ static int64_t row_of_a(const DenseSm90Params& p, int row, const OutputTile& tile) {
+    if constexpr (Options::kGather) {
+      return p.rows[min(row, tile.row_end - 1)];
+    } else {
+      return min(row, p.m - 1);
+    }
+  }
+
   __device__ static Extras extras_of(const DenseSm90Params& p, int row, const OutputTile& tile) {
     Extras extras{1.0f, 1.0f, nullptr, nullptr};
     if constexpr (Options::kScales) {
       const float* scales = p.scale_a + tile.batch_a * p.scale_a_batch;
-      extras.top = scales[static_cast<int64_t>(min(row, p.m - 1)) * p.scale_a_row];
-      extras.bottom = scales[static_cast<int64_t>(min(row + 8, p.m - 1)) * p.scale_a_row];
+      extras.top = scales[row_of_a(p, row, tile) * p.scale_a_row];
+      extras.bottom = scales[row_of_a(p, row + 8, tile) * p.scale_a_row];
       extras.columns = p.scale_b + tile.batch_b * p.scale_b_batch;
     }
     if constexpr (Options::kBias) extras.bias = static_cast<const typename Options::Bias*>(p.bias) + tile.batch_bias * p.bias_batch;
@@ -219,8 +232,8 @@ struct DenseEpilogue {
   // The next slab, once the store that last read it has done so. By all threads of the warpgroup, as all here.
   __device__ uint32_t begin_slab() const {
     if (threadIdx.x % kWarpgroupThreads == 0) tma_store_wait_read<Options::kSlabs - 1>();
-    named_barrier_sync(1 + group, kWarpgroupThreads);
-    return slabs + slab * kSlabBytes;
+    named_barrier_sync(1 + group(), kWarpgroupThreads);
+    return slabs + group() * kStoreBytes + slab * kSlabBytes;
   }
 
   // The slab, written by all, leaves for 64 rows and the tile's outputs from `column` on.
@@ -231,7 +244,7 @@ struct DenseEpilogue {
     const bool others_follow = (kRowGroups && first_row + kMmaRows > tile.row_end) ||
                                (outputs_end * static_cast<int>(sizeof(Out)) % 16 != 0 && tile.n + kOutputs > outputs_end);
     tma_store_fence();
-    named_barrier_sync(1 + group, kWarpgroupThreads);
+    named_barrier_sync(1 + group(), kWarpgroupThreads);
     if (others_follow) {
       if (column + kSlabColumns <= kOutputs) {
         store_slab_rows<false, kSlabColumns>(address, p, tile, first_row, tile.n + column);
@@ -264,7 +277,7 @@ struct DenseEpilogue {
 #pragma unroll
       for (int eight = 0; eight < kColumnsOfScale / 8; ++eight) {
         float y[4];
-        if constexpr (Options::kBias || Options::kScales) __syncwarp();  // or ptxas loads the biases of all eights at once, and spills
+        if constexpr (Options::kBias || Options::kScales) __syncwarp();  // as kOneByOne
         outputs(y, sums, p, extras, block / 8 + eight, tile.n);
         const int at = tile.n + block + 8 * eight + lane_id() % 4 * 2;
         if constexpr (Options::kAccumulate) add_c(y, p, tile, row, at);
@@ -305,6 +318,7 @@ struct DenseEpilogue {
         for (int t = 0; t < 2; ++t) {
           if (column + in_slab + 8 * t >= kOutputs) continue;
           const int eight = (column + in_slab) / 8 + t;
+          if constexpr (kOneByOne) __syncwarp();
           outputs(y[t], sums, p, extras, eight, first_output);
           const int at = first_output + 8 * eight + lane_id() % 4 * 2;
           if constexpr (Options::kAccumulate) add_c(y[t], p, tile, row, at);

@@ -19,6 +19,7 @@ struct DenseSm90Params {
   const float* scale_b;  // (n) or one; blocks: (k / 128, n or n / 128)
   float* out_scale;      // out of codes: (m, outputs / 128)
   const int32_t* ends;   // grouped: where groups end, or masked: how many rows of each exist
+  const int32_t* rows;   // gathered: the row of a for each row of the product
   int64_t c_batch, c_row, out_batch, out_row, bias_batch, scale_a_batch, scale_b_batch;
   int64_t out_scale_batch, out_scale_row, out_scale_block;
   int32_t m, n, k;           // n of b: twice the outputs of a gated activation
@@ -28,6 +29,7 @@ struct DenseSm90Params {
   int32_t batched_a, batched_b;                                         // 0: one for all
   int32_t scale_a_row, scale_a_block, scale_b_column, scale_b_block;  // strides: 0 for one scale
   int32_t scales_by_tma;                                              // map_scales exists
+  int32_t a_row;                                                      // gathered: between rows of a, in units of 16 bytes
   float beta, alpha, limit;                                           // alpha, limit: of activations that have them
 };
 

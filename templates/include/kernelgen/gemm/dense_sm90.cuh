@@ -22,12 +22,14 @@
 //
 // gemm/grouped_sm90 is the same kernel with other tiles (tiles_sm90.cuh). Of a only the boxes with rows of the group are loaded; what
 // lies in the rest of the stage is multiplied, and not stored. A group of k may begin and end inside a stage: there the consumers
-// clear what is not its own, in a and in b, as 0 * NaN would be NaN.
+// clear what is not its own, in a and in b, as 0 * NaN would be NaN. With kGather rows of a lie anywhere, and two more warps of the
+// copying warpgroup bring them (gathered_rows_sm90.cuh).
 #pragma once
 
 #include <kernelgen/gemm/block_scales_sm90.cuh>
 #include <kernelgen/gemm/dense_epilogue.cuh>
 #include <kernelgen/gemm/dense_params.cuh>
+#include <kernelgen/gemm/gathered_rows_sm90.cuh>
 #include <kernelgen/sm90/control.cuh>
 #include <kernelgen/sm90/pipeline.cuh>
 #include <kernelgen/sm90/smem_tile.cuh>
@@ -40,7 +42,7 @@ namespace kernelgen {
 // `Options` is the rendered file's struct of compile-time constants: Element (of a, b), Out, Bias, C; kMmaM, kConsumers, kBlockN, kParts,
 // kStages, kSlabs, kClusterM, kClusterN, kSplitK, kResident (blocks of an SM), kBandRows, kPingpong; kRowA, kRowB (row order); kTmaOut
 // (out goes through shared memory); kBias, kActivation, kGate, kClamped, kAccumulate, kQuantize (out are codes, with a scale for 128 of a
-// row), kScales, kPromote, kBlockScales, kScaleColumns (of b, that share a scale of blocks), kGrouping
+// row), kScales, kPromote, kBlockScales, kScaleColumns (of b, that share a scale of blocks), kGrouping, kGather
 template <class Options>
 struct DenseSm90 : Options {
   using T = typename Options::Element;
@@ -85,7 +87,11 @@ struct DenseSm90 : Options {
   static_assert(kGrouping != Grouping::kDepth || !kPingpong, "each consumer skips as many stages as the other takes");
   static_assert(!Options::kBlockScales || kDepth == 128 && kGrouping != Grouping::kDepth, "a step is a block of k");
   using Scales = typename scales_of_blocks<Options, Epilogue, kBlockM, Options::kBlockScales>::type;
-  using Ring = Pipeline<kStages, kPingpong ? 4 : 4 * kConsumers, kSharing, 1 + Scales::kFillers>;
+  static constexpr bool kGather = Options::kGather;
+  static_assert(!kGather || (kRowGroups && kMajorKA && kBlockM <= 128), "what is gathered are rows, of which a lane has registers for 128");
+  static constexpr bool kGatherBoxes = kGather && Options::kRowBoxes;
+  using Rows = typename rows_by<kGather ? kBlockM : 16, kGatherBoxes>::type;
+  using Ring = Pipeline<kStages, kPingpong ? 4 : 4 * kConsumers, kSharing, 1 + Scales::kFillers + (kGather ? Rows::kFillers : 0)>;
 
   // Registers: 65,536 / 128 = 512 for the warpgroups of an SM together; the producer's addresses need few.
   static_assert(kResident == 1 || (kResident == 2 && kConsumers == 1), "two blocks of an SM have one consumer each");
@@ -133,7 +139,8 @@ struct DenseSm90 : Options {
     for (; tiles.find(p, index, tile); index += step) {
       if (!leader) continue;
       const int boxes_a = kRowGroups ? min(kBoxesA, ceil_div(tile.row_end - tile.m, kBoxA)) : kBoxesA;
-      const int bytes = (kRowGroups ? TileA::kBytes / kBoxesA * boxes_a + TileB::kBytes : kStageBytes) + Scales::row_bytes(p);
+      const int bytes_a = kGatherBoxes ? min(kBlockM, tile.row_end - tile.m) * kSwizzleRowBytes : kGather ? 0 : kRowGroups ? TileA::kBytes / kBoxesA * boxes_a : TileA::kBytes;
+      const int bytes = bytes_a + TileB::kBytes + Scales::row_bytes(p);
       for (int k = tile.k_first; k < tile.k_end; k += kDepth) {
         ring.wait_empty(at);
         ring.expect(at, bytes);
@@ -143,7 +150,7 @@ struct DenseSm90 : Options {
 #pragma unroll
         for (int i = 0; i < kBoxesA; ++i) {
           const int row = (rank_n * kBoxesA + i) * kBoxA;
-          if (kRowGroups && i >= boxes_a) break;
+          if (kGather || (kRowGroups && i >= boxes_a)) break;
           load_box<kClusterN>(stage_a + row * kSwizzleRowBytes, p.map_a, ring.full(at.stage), kMajorKA, k, tile.m + row, tile.batch_a,
                               sharing_a);
         }
@@ -159,6 +166,32 @@ struct DenseSm90 : Options {
     __syncwarp();  // what follows takes whole warps
   }
 
+  // By two more warps, where rows of a are gathered.
+  __device__ static void produce_rows(const DenseSm90Params& p, const Ring& ring, uint32_t shared, Tiles tiles, int index, int step,
+                                      int warp) {
+    typename Ring::Position at;
+    OutputTile tile;
+    Rows rows;
+    for (; tiles.find(p, index, tile); index += step) {
+      rows.find(p, tile, warp);
+      for (int k = tile.k_first; k < tile.k_end; k += kDepth, at.advance()) {
+        ring.wait_empty(at);
+        if constexpr (kGatherBoxes) {
+          rows.copy(shared + at.stage * kStageBytes, p, k, ring.full(at.stage), warp);
+        } else {
+          rows.copy(shared + at.stage * kStageBytes, p, k * static_cast<int>(sizeof(T)), p.k * static_cast<int>(sizeof(T)), warp);
+          cp_async_arrive(ring.full(at.stage));
+        }
+      }
+    }
+  }
+
+  // The stage's operands are there, for the tensor core too.
+  __device__ static void wait_operands(const Ring& ring, const typename Ring::Position& at) {
+    ring.wait_full(at);
+    if constexpr (kGather && !kGatherBoxes) tma_store_fence();
+  }
+
   __device__ static uint32_t scales_of(uint32_t shared, int stage) { return shared + kScalesAt + stage * Scales::kBytes; }
 
   // By another warp.
@@ -166,6 +199,20 @@ struct DenseSm90 : Options {
     typename Ring::Position at;
     OutputTile tile;
     for (; tiles.find(p, index, tile); index += step) {
+      if constexpr (kGather) {
+        typename Scales::Columns columns;
+        typename Scales::Rows rows;
+        rows.find(p, tile);
+        rows.load(p, tile.k_first / kDepth);
+        for (int k = tile.k_first, i = 0; k < tile.k_end; k += kDepth, ++i, at.advance()) {
+          if (i % kWarpSize == 0) Scales::load_columns(columns, p, tile, k / kDepth);
+          ring.wait_empty(at);
+          rows.write(scales_of(shared, at.stage));
+          Scales::write_columns(scales_of(shared, at.stage), columns, i % kWarpSize, ring.full(at.stage));
+          if (k + kDepth < tile.k_end) rows.load(p, k / kDepth + 1);
+        }
+        continue;
+      }
       if constexpr (Scales::kByTma) {
         if (p.scales_by_tma) {
           typename Scales::Columns columns;
@@ -232,7 +279,7 @@ struct DenseSm90 : Options {
     int unread = -1;  // the stage whose products may be in flight
     for (int k = tile.k_first; k < tile.k_end; k += kDepth) {
       const uint32_t stage = shared + at.stage * kStageBytes;
-      ring.wait_full(at);
+      wait_operands(ring, at);
       clear_others(p, tile, stage, k);
       multiply(sums, stage, first_row, unread >= 0);
       if (unread >= 0) {
@@ -272,7 +319,7 @@ struct DenseSm90 : Options {
   __device__ static void begin_step(float (&sums)[kColumns / 2], typename Scales::Step& step, const DenseSm90Params& p, const Ring& ring,
                                     uint32_t shared, const OutputTile& tile, const typename Ring::Position& at, int first_row, int k) {
     const uint32_t stage = shared + at.stage * kStageBytes;
-    ring.wait_full(at);
+    wait_operands(ring, at);
     clear_others(p, tile, stage, k);
     multiply_unit(sums, stage, first_row, 0);
     Scales::load(step, scales_of(shared, at.stage), p, tile, first_row);
@@ -360,7 +407,7 @@ struct DenseSm90 : Options {
       index += step;
     }
     if (kPingpong) step *= 2;
-    Epilogue epilogue{shared + kStoreAt + group * Epilogue::kStoreBytes, group};
+    Epilogue epilogue{shared + kStoreAt};
     Sums sums;
     OutputTile tile;
     for (; tiles.find(p, index, tile); index += step) {
@@ -405,7 +452,7 @@ struct DenseSm90 : Options {
       barrier_init_fence();
     }
     if (threadIdx.x == 32) {
-      tma_prefetch_map(p.map_a);
+      if constexpr (!kGather || kGatherBoxes) tma_prefetch_map(p.map_a);
       tma_prefetch_map(p.map_b);
     }
     if constexpr (kBlocks > 1) {
@@ -424,6 +471,9 @@ struct DenseSm90 : Options {
       if (warp == 4 * kConsumers) produce(p, ring, shared, tiles, cluster, clusters, rank_m, rank_n);
       if constexpr (Options::kBlockScales) {
         if (warp == 4 * kConsumers + 1) produce_scales(p, ring, shared, tiles, cluster, clusters);
+      }
+      if constexpr (kGather) {
+        if (warp >= 4 * kConsumers + 2) produce_rows(p, ring, shared, tiles, cluster, clusters, warp - 4 * kConsumers - 2);
       }
       if constexpr (kSplitK > 1) cluster_sync();  // the consumers' sums are there: all threads of the cluster pass its barrier
     } else {

@@ -20,19 +20,6 @@ __device__ inline uint32_t largest_of_quad(uint32_t amax) {
   return max(amax, __shfl_xor_sync(kFullWarp, amax, 2));
 }
 
-// Division of many floats by one, a tenth of a true division's instructions each: the product with the rounded reciprocal, and what is
-// missing of the dividend divided once more, give the rounded quotient (Markstein 1990). By infinity, whose reciprocal is 0, they
-// would make NaN of finite dividends: there nothing is corrected. What is missing of -0 is +0, so that the sign is set.
-struct Divisor {
-  float reciprocal, negative;
-
-  __device__ explicit Divisor(float x) : reciprocal(1.0f / x), negative(isinf(x) ? 0.0f : -x) {}
-  __device__ float divide(float x) const {
-    const float quotient = x * reciprocal;
-    return copysignf(fmaf(fmaf(quotient, negative, x), reciprocal, quotient), x);
-  }
-};
-
 template <class Code>
 struct QuantizedRows {
   static constexpr float kLargest = is_same_v<Code, e4m3> ? 448.0f : 57344.0f;

@@ -4,7 +4,7 @@
 // registers between finding its largest magnitude and writing its codes, so that x is read once and written once:
 //
 //   row           a team per row; kKept = 0 reads rows again that no block's registers hold
-//   1 x 128       16 lanes, a piece of 8 elements each
+//   1 x 128       16 lanes, a piece of 8 elements each; a team takes kUnits of them at a time, so that their loads are in flight together
 //   128 x 128     the block, 8 pieces of 8 elements per thread
 //   tensor        two kernels: the first leaves one largest magnitude per block, the second finds the largest of those and
 //                 reads x again (a unit is then only a segment of a row that a warp takes at a time)
@@ -36,7 +36,7 @@ struct QuantizeParams {
 enum class Recipe { kTensor, kRow, kBlock1x128, kBlock128x128 };
 
 // `Options` is the rendered file's struct of compile-time constants:
-//   Element, Code; kRecipe, kActivation, kGate; kThreads, kLanes, kKept; kLimited (rows end where row_ends says);
+//   Element, Code; kRecipe, kActivation, kGate; kThreads, kLanes, kKept, kUnits; kLimited (rows end where row_ends says);
 //   kAccessX, kAccessCodes (elements of one access)
 template <class Options>
 struct QuantizeFp8 : Options {
@@ -47,6 +47,7 @@ struct QuantizeFp8 : Options {
   using Options::kLanes;
   using Options::kRecipe;
   using Options::kThreads;
+  using Options::kUnits;
 
   static constexpr int kPiece = 8;  // elements
   static constexpr int kBlock = 128;
@@ -58,6 +59,7 @@ struct QuantizeFp8 : Options {
   static constexpr int kUnitRows = kSquare ? kBlock : 1;
   static constexpr float kLargest = is_same_v<Code, fp8_e4m3> ? 448.0f : 57344.0f;
   static_assert(kLanes == 16 || kLanes == kWarpSize || kLanes == kThreads, "a team is half a warp, a warp or the block");
+  static_assert(kUnits == 1 || kRecipe == Recipe::kBlock1x128, "teams of one warp or less take several units");
   static_assert(!kSquare || (kLanes == kThreads && kThreads * kPieces * kPiece == kBlock * kBlock), "a block owns a square");
 
   using Values = float[kPieces][kPiece];
@@ -150,9 +152,10 @@ struct QuantizeFp8 : Options {
 
   __device__ static void store(const float (&v)[kPiece], Code* row, int64_t column, int count, float scale) {
     Code codes[kPiece];
+    const Divisor by(scale);
 #pragma unroll
     for (int i = 0; i < kPiece; i += 2) {
-      const uint32_t pair = fp8_pair<Code>(v[i] / scale, v[i + 1] / scale);
+      const uint32_t pair = fp8_pair<Code>(by.divide(v[i]), by.divide(v[i + 1]));
       codes[i].__x = static_cast<uint8_t>(pair);
       codes[i + 1].__x = static_cast<uint8_t>(pair >> 8);
     }
@@ -233,14 +236,18 @@ struct QuantizeFp8 : Options {
   // Recipes whose units lie in one team's hands.
   __device__ static void run(const QuantizeParams& p) {
     const int64_t units = static_cast<int64_t>(p.batch) * p.row_units * p.column_units;
-    const int64_t index = static_cast<int64_t>(blockIdx.x) * kTeams + threadIdx.x / kLanes;
+    const int64_t index = static_cast<int64_t>(blockIdx.x) * (kTeams * kUnits) + threadIdx.x / kLanes;
     // A team without a unit stays: its warp's other half needs it for the shuffles.
-    Unit unit = unit_at(p, static_cast<int>(min(index, units - 1)));
-    if (index >= units) unit.rows = 0;
-    const bool exists = unit.rows > 0;
-    uint32_t amax = 0;
+    Unit every[kUnits];
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      every[u] = unit_at(p, static_cast<int>(min(index + u * kTeams, units - 1)));
+      if (index + u * kTeams >= units) every[u].rows = 0;
+    }
     if constexpr (kRereads) {
-      if (!exists) return;  // a whole warp or block
+      const Unit& unit = every[0];
+      if (unit.rows <= 0) return;  // a whole warp or block
+      uint32_t amax = 0;
       float v[kPiece];
       for_pieces(p, unit, [&](int64_t column, int count) {
         load<false>(v, p, unit.x, column, count);
@@ -253,11 +260,26 @@ struct QuantizeFp8 : Options {
       });
       if (lane() == 0) *unit.scale = scale;
     } else {
-      Values values;
-      load_unit(values, p, unit, amax);
-      const float scale = scale_of(team_max<kLanes>(amax));
-      store_unit(values, p, unit, scale);
-      if (lane() == 0 && exists) *unit.scale = scale;
+      Values values[kUnits];
+      bool whole = true;
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) whole = whole && piece_count(p, every[u], kPieces - 1) == kPiece;  // the last one: then all are
+      if (whole) {
+#pragma unroll
+        for (int u = 0; u < kUnits; ++u) load_pieces<true>(values[u], p, every[u]);
+      } else {
+#pragma unroll
+        for (int u = 0; u < kUnits; ++u) load_pieces<false>(values[u], p, every[u]);
+      }
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) {
+        uint32_t amax = 0;
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) amax = largest_of(amax, values[u][i]);
+        const float scale = scale_of(team_max<kLanes>(amax));
+        store_unit(values[u], p, every[u], scale);
+        if (lane() == 0 && every[u].rows > 0) *every[u].scale = scale;
+      }
     }
   }
 

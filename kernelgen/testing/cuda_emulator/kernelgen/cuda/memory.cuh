@@ -17,6 +17,7 @@ inline void store_16_aligned(void* target, const uint32_t (&words)[4]) {
   if (reinterpret_cast<uintptr_t>(target) % Alignment != 0) std::fprintf(stderr, "emulator: unaligned store\n"), std::abort();
   std::memcpy(target, words, 16);
 }
+inline void store_whole_16(void* target, const uint32_t (&words)[4]) { store_16_aligned<16>(target, words); }
 template <int Words>
 inline void load_stream(uint32_t (&words)[Words], const void* source) {
   if (reinterpret_cast<uintptr_t>(source) % (4 * Words) != 0) std::fprintf(stderr, "emulator: unaligned load\n"), std::abort();

@@ -1,0 +1,99 @@
+"""Small products for compute-sanitizer: one of each kind of Hopper kernel and of each path within, config by config.
+
+Each runs twice into poisoned outputs and is compared with the float64 reference, under a sanitizer too (``tools/gpu/check.py``): that
+leaves the kernels of torch alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+import kernelgen
+from kernelgen import build
+from kernelgen import reference as ref
+from kernelgen.kernels.gemm import dense_sm90, grouped_sm90, packed_skinny, packed_sm90, skinny_sm90
+from kernelgen.kernels.gemm.dense_sm90 import Config
+from kernelgen.kernels.gemm.skinny_sm90 import Config as Skinny
+from kernelgen.kernels.moe.small_cuda import Config as Small
+from kernelgen.targets import target_of
+from kernelgen.testing.data import random_tensor
+from kernelgen.testing.grouped_products import Grouped, run_grouped
+from kernelgen.testing.mma_products import Product, run_product
+from kernelgen.testing.moe_layer import layer, pack_experts, quantize_experts
+from kernelgen.testing.moe_small import bound, check_small
+from kernelgen.testing.tolerance import assert_bits_equal
+
+# name -> (family, product, config): odd sizes, more than one tile in each direction, K with a tail.
+PRODUCTS: dict[str, tuple[Any, Product, Any]] = {
+    "dense": (dense_sm90, Product(300, 264, 328, "bf16", bias="bf16"), Config(1, 2, 128, 4)),
+    "dense-transposed": (dense_sm90, Product(200, 136, 200, "bf16", orders="cr"), Config(1, 2, 128, 4)),
+    "dense-clusters": (dense_sm90, Product(520, 264, 200, "bf16"), Config(2, 2, 128, 4, 2, 1)),
+    "dense-clusters-columns": (dense_sm90, Product(200, 520, 200, "bf16"), Config(1, 2, 256, 4, 1, 2)),
+    "dense-turns": (dense_sm90, Product(300, 520, 200, "bf16", c="fp32", beta=-0.5), Config(2, 2, 128, 4, pingpong=True)),
+    "dense-three-consumers": (dense_sm90, Product(300, 200, 200, "bf16"), Config(1, 3, 192, 3)),
+    "dense-resident": (dense_sm90, Product(200, 264, 200, "bf16"), Config(1, 1, 128, 4, resident=2)),
+    "dense-shares-of-k": (dense_sm90, Product(130, 136, 1168, "bf16"), Config(1, 2, 128, 4, split_k=4)),
+    "dense-swiglu": (dense_sm90, Product(130, 272, 200, "bf16", activation="swiglu", gate_up="interleaved"), Config(1, 2, 128, 4)),
+    "dense-batches": (dense_sm90, Product(70, 136, 128, "bf16", batch=3, batched_b=True), Config(1, 1, 64, 3)),
+    "dense-fp8": (dense_sm90, Product(130, 264, 400, scales="row"), Config(1, 2, 128, 4, parts=2)),
+    "dense-blocks": (dense_sm90, Product(130, 264, 400, scales="block_128x128", scale_major="cc"), Config(1, 2, 128, 5)),
+    "dense-blocks-gathered": (dense_sm90, Product(130, 264, 400, scales="block_1x128", scale_major="rr"), Config(1, 2, 128, 4, parts=2)),
+    "dense-quantised": (dense_sm90, Product(130, 384, 400, scales="block_128x128", out="e4m3", out_scale="block_1x128"), None),
+    "skinny-few": (skinny_sm90, Product(3, 264, 1168, "bf16"), Skinny(1, 8, 4, 2, 2, 2)),
+    "skinny-many": (skinny_sm90, Product(70, 264, 400, "bf16", bias="bf16"), Skinny(2, 16, 4, 1, 2, 4)),
+    "skinny-shares-of-k": (skinny_sm90, Product(100, 136, 2064, "bf16"), Skinny(1, 128, 4, 1, 1, 8)),
+    "skinny-blocks": (skinny_sm90, Product(9, 264, 1168, scales="block_128x128"), Skinny(1, 16, 6, 2, 1, 1)),
+    "packed-int4": (packed_sm90, Product(5, 328, 3104, "bf16", weight="int4"), None),
+    "packed-mxfp4": (packed_sm90, Product(9, 136, 544, "fp16", weight="mxfp4"), None),
+    "packed-skinny": (packed_skinny, Product(5, 328, 544, "bf16", weight="int4"), None),
+}
+_BLOCKS = Product(264, 264, 400, scales="block_128x128", scale_major="cc")
+_GROUPED: dict[str, tuple[Grouped, Any]] = {
+    "grouped-rows": (Grouped("rows", (70, 0, 5, 130), Product(264, 136, 200, "bf16", bias="bf16"), spare=3), Config(1, 2, 192, 4)),
+    "grouped-masked": (Grouped("masked", (70, 0, 5, 130), Product(264, 136, 200, "bf16"), spare=3), Config(1, 2, 128, 5)),
+    "grouped-k": (Grouped("k", (70, 0, 5, 130), Product(264, 136, 200, "bf16"), spare=3), Config(2, 2, 128, 4)),
+    "grouped-blocks": (Grouped("rows", (70, 0, 5, 130), _BLOCKS, spare=3), Config(1, 2, 128, 5, parts=2)),
+    "grouped-turns": (Grouped("rows", (70, 0, 5, 130), Product(264, 136, 200, "bf16"), spare=3), Config(2, 2, 128, 5, pingpong=True)),
+}
+
+
+def _product(family: Any, case: Product, config: Any) -> None:
+    run_product(case, family.FAMILY, target_of("cuda"), build.kernel, config, "cuda")
+
+
+def _grouped(case: Grouped, config: Any) -> None:
+    run_grouped(case, grouped_sm90.FAMILY, target_of("cuda"), build.kernel, config, "cuda")
+
+
+def _quantize(recipe: str) -> None:
+    x = random_tensor((70, 264), torch.bfloat16, seed=1)
+    codes, scale = kernelgen.quantize_fp8(x.cuda(), recipe, backend="generated")
+    expected = ref.quantize_fp8(x, recipe, dtype=codes.dtype, compute_dtype=torch.float32)
+    for got, want, what in zip((codes, scale), expected, ("codes", "scale")):
+        assert_bits_equal(got.cpu(), want, what=f"quantize_fp8 {recipe}, {what}")
+
+
+def _moe(make: Callable[[], dict[str, Any]], config: Small | None = None) -> None:
+    c = make()
+    check_small(c, bound(c, target_of("cuda"), build.kernel, config), what="moe/small_cuda")
+
+
+def _layer(tokens: int) -> dict[str, Any]:
+    return layer(tokens, 16, 4, 256, 128, device="cuda", seed=tokens)
+
+
+CASES: dict[str, Callable[[], None]] = {
+    **{name: partial(_product, *case) for name, case in PRODUCTS.items()},
+    **{name: partial(_grouped, *case) for name, case in _GROUPED.items()},
+    "quantize-rows": partial(_quantize, "row"),
+    "quantize-blocks": partial(_quantize, "block_1x128"),
+    "quantize-squares": partial(_quantize, "block_128x128"),
+    "moe-one-token": partial(_moe, lambda: _layer(1)),
+    "moe-nine-tokens": partial(_moe, lambda: _layer(9)),
+    "moe-fp8": partial(_moe, lambda: quantize_experts(_layer(5), "block_128x128", "block_128x128")),
+    "moe-mxfp4": partial(_moe, lambda: pack_experts(_layer(5), "mxfp4")),
+}
