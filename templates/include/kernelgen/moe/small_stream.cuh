@@ -220,18 +220,17 @@ struct SmallStream : Options {
   }
 
   __device__ void copy_x(const Cursor& c, uint32_t stage) const {
-    if (kHeld || c.at >= c.total) return;
+    if constexpr (!kHeld) {
+      constexpr int kChunks = Weights::kChunksOfX;
+      if (c.at >= c.total) return;
 #pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
-      const bool valid = exists(c, half);
+      for (int half = 0; half < kHalves; ++half) {
+        const bool valid = exists(c, half);
 #pragma unroll
-      for (int t = 0; t < kColumns; ++t) {
-        if (kTokens >= 8 || group < kTokens) {
-#pragma unroll
-          for (int i = 0; i < Weights::kChunksOfX; ++i) {
-            const uint32_t target = stage + kXAt + (half * Weights::kChunksOfX + i) * kTokenBytes + t * 512 + lane * 16;
-            cp_async_16(target, c.x[t] + half * Weights::kDepth + 8 * i, valid);
-          }
+        for (int i = 0; i < kColumns * kChunks; ++i) {
+          const int t = i / kChunks, chunk = i % kChunks;
+          const uint32_t target = stage + kXAt + (half * kChunks + chunk) * kTokenBytes + t * 512 + lane * 16;
+          if (kTokens >= 8 || group < kTokens) cp_async_16(target, c.x[t] + half * Weights::kDepth + 8 * chunk, valid);
         }
       }
     }
