@@ -46,7 +46,7 @@ _RESERVED = 1024         # bytes of shared memory per block, taken by the driver
 _IN_FLIGHT = 72 << 10    # bytes of weights on their way to an SM: 34 KB are what it takes in a microsecond
 _SUM_FLOATS = 4096       # kSumFloats of the header
 _LONG = 32               # steps: hidden rows of more are not held
-_MOST_HELD = 64 << 10    # bytes of hidden rows beside mxfp4; more are held in passes
+_MOST_HELD = 66 << 10    # bytes of hidden rows beside mxfp4; more are held in passes
 _HELD_TOKENS = 8         # up to which rows stay in shared memory
 _SMS = 132               # where a target does not say
 
@@ -178,7 +178,7 @@ def _active(p: MoeProblem) -> float:
 
 def _tokens(p: MoeProblem) -> int:
     """Columns of a product: an expert's usual number of tokens and some more; others take a second one."""
-    wanted = 1 if p.tokens == 1 else min(p.tokens, 1.3 * p.slots / _active(p) + 1)
+    wanted = 1 if p.tokens == 1 else min(p.tokens, 1.3 * p.slots / _active(p) + 0.5)
     return next((n for n in _TOKENS if n >= wanted), _TOKENS[-1])
 
 
@@ -247,6 +247,7 @@ def _fitted(p: MoeProblem, target: Target, config: Config, sms: int) -> Config |
         c = replace(config, up_stages=max(2, config.up_stages - fewer), down_stages=stages)
         if legal(p, target, c):
             up, down = (size + _RESERVED for size in shared_memory(p, c))
+            c = replace(c, up_blocks=max(1, min(c.up_blocks, limit // up)))
             fitting.append(c)
             if wanted * down <= limit and (p.tokens > 1 or up + down <= limit):
                 return c
