@@ -43,7 +43,8 @@ struct DenseEpilogue {
   static constexpr int kStoreBytes = Options::kTmaOut ? Options::kSlabs * kSlabBytes : 0;
   static_assert(kOutputs % 8 == 0, "eight outputs of a row belong to one instruction");
   // Outputs of eight columns at a time where registers are short, or ptxas loads scales and biases of all at once, and spills.
-  static constexpr bool kOneByOne = Options::kPromote && kGate == Gate::kInterleaved && (Options::kBias || Options::kScales);
+  static constexpr bool kOneByOne =
+      (Options::kPromote || kRowGroups) && kGate == Gate::kInterleaved && (Options::kBias || Options::kScales);
 
   uint32_t slabs;  // shared address of all consumers' slabs
   int slab = 0;    // the next of this warpgroup's kSlabs
