@@ -113,6 +113,15 @@ def explain(
     return with_artifacts(decision)
 
 
+def check_call(op: str, values: Mapping[str, Any], device: torch.device) -> None:
+    """Raise what the op's function would for these arguments, whose tensors are on the meta device; ``device``: where they would be."""
+    entry = _OPS[op]
+    known = device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available())
+    target = target_of(device) if known else Target.parse("sm_90a")
+    decide: Callable[..., Decision] = getattr(import_module(entry.module), entry.decide)
+    decide(target=target, live=False, **({"backend": "auto"} | dict(values)))
+
+
 def _signature(entry: _Op) -> inspect.Signature:
     """That of the op's function, without ``backend``, which ``explain`` takes itself."""
     signature = inspect.signature(getattr(import_module(entry.module), entry.function))

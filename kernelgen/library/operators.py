@@ -6,11 +6,12 @@ Nothing is compiled or loaded here; a kernel is the public function, found when 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from kernelgen.errors import DeviceError, NoBackendError
 from kernelgen.library import gradients
@@ -232,6 +233,7 @@ def fake_of(o: Overload) -> Callable[..., Any]:
         if refused and _grad_enabled() and _any_requires_grad(*flat):
             raise no_gradient(o)
         _check_one_device(o, flat)
+        _check_as_eager(o, flat)
         wrote(*(flat[i] for i in places if i < len(flat)))  # as the public function does with tensors that have memory
         if o.results == 0:
             return None
@@ -254,6 +256,33 @@ def _check_one_device(o: Overload, flat: Sequence[Any]) -> None:
     if len(found) > 1:
         (device, first), (other, name) = list(found.items())[:2]
         raise DeviceError(f"{name} is on {other} and {first} on {device}, expected one device; move one with .to()")
+
+
+def _check_as_eager(o: Overload, flat: Sequence[Any]) -> None:
+    """Shapes, dtypes and layouts, by the public function's own checks, where every size is a number.
+
+    Symbols are not compared, or a new length would compile a graph anew: there the kernel's own call says what is wrong. So it does of
+    what is no decision of its arguments alone, as a plan's run.
+    """
+    from kernelgen.dispatch.explain import OPS, check_call
+
+    tensors = list(gradients.tensors_in(flat))
+    sizes = [n for t in tensors for n in (*t.shape, *t.stride())]
+    if o.row.name not in OPS or any(isinstance(n, torch.SymInt) for n in (*sizes, *_numbers_in(flat))):
+        return
+    with _disable_current_modes(), torch.no_grad():
+        meta = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors]
+        values = arguments(o, gradients.with_tensors(flat, meta))
+        if values.pop("variant", None) is None:  # whose extra tensors are read
+            check_call(o.row.name, {**values, **o.fixed}, tensors[0].device)
+
+
+def _numbers_in(flat: Sequence[Any]) -> Iterator[Any]:
+    for x in flat:
+        if isinstance(x, (list, tuple)):
+            yield from x
+        else:
+            yield x
 
 
 def written_places(o: Overload) -> tuple[int, ...]:

@@ -111,7 +111,7 @@ def _describe_rmsnorm(
     eps = number("eps", eps)
     if not eps >= 0:
         raise SettingsError(f"eps: got {eps}, expected a number >= 0")
-    if residual is not None and out is not None and residual.data_ptr() == out.data_ptr() and out.numel():
+    if residual is not None and out is not None and residual.data_ptr() == out.data_ptr() != 0:
         raise LayoutError("got one tensor as residual and out, expected two: both are written; leave out= away")
     flat = _rows("x", x, copy=True)
     rows, width = flat.shape

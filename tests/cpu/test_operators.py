@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,35 @@ def test_gradients_are_those_of_an_eager_call(name: str) -> None:
         torch.testing.assert_close(got, want)
     if "." not in name and name != "quantize_fp8":  # torch's test adds the results up, and fp8 has no sum
         torch.library.opcheck(op, wants, kwargs, test_utils=["test_autograd_registration", "test_aot_dispatch_static"])
+
+
+X, T = torch.ones(2, 6, 2, 16), torch.ones(5, 32)
+WRONG: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "keys of another size": lambda x, t: kernelgen.attention(x, x[..., :8], x),
+    "heads that do not divide": lambda x, t: kernelgen.attention(x[:, :, :1].expand(2, 6, 3, 16), x, x),
+    "rows of one": lambda x, t: kernelgen.attention_varlen(x, x, x, t, t),
+    "K": lambda x, t: kernelgen.gemm(t, t),
+    "a bias": lambda x, t: kernelgen.gemm(t, t.t(), bias=t[0]),
+    "integers": lambda x, t: kernelgen.gemm(t.int(), t.t().int()),
+    "groups": lambda x, t: kernelgen.grouped_gemm(t, t.expand(3, 5, 32), [5]),
+    "halves of an odd row": lambda x, t: kernelgen.silu_and_mul(t[:, :31]),
+    "a weight": lambda x, t: kernelgen.rmsnorm(t, t[0, :8]),
+    "positions": lambda x, t: kernelgen.rope(x, x, t[:, 0].long()),
+    "too many experts": lambda x, t: kernelgen.route(t, 33),
+    "w2": lambda x, t: kernelgen.moe(t, t.expand(4, 5, 32)[:, :4], t.expand(4, 5, 32), t[:, :2], t[:, :2].int()),
+    "a last dimension of another stride": lambda x, t: kernelgen.quantize_fp8(t.t(), "row"),
+    "tokens of a cache": lambda x, t: kernelgen.append_kv((x, x), x[0], x[0, :5], slot_mapping=t[:, 0].long()),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_fake_kernels_check_as_an_eager_call(name: str) -> None:
+    """The same error in the same words while a graph is made, where sizes are numbers; symbols are left to the call itself."""
+    with pytest.raises((KernelgenError, ValueError)) as eager:
+        WRONG[name](X, T)
+    with FakeTensorMode() as mode, pytest.raises(type(eager.value)) as fake:
+        WRONG[name](mode.from_tensor(X), mode.from_tensor(T))
+    assert str(fake.value) == str(eager.value)
 
 
 def test_what_has_no_gradient_says_so() -> None:

@@ -1,6 +1,7 @@
 """CUDA graphs: calls are captured as they are, nothing inside waits or allocates past the graph, and replays follow new values.
 
-The thousand replays compare with float64 attention by torch on the device, and with torch's own in bfloat16 for the tolerance.
+The thousand replays compare with float64 attention by torch on the device; a row's error is at most twice that of torch's own in bfloat16
+plus two units in the last place at the row's maximum (DESIGN.md).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 import kernelgen
 from kernelgen import GraphBounds, PageTable
 from kernelgen.testing.data import random_tensor
-from kernelgen.testing.tolerance import assert_bits_equal
+from kernelgen.testing.tolerance import assert_bits_equal, ulp
 
 BF16, CUDA = torch.bfloat16, "cuda"
 REPLAYS = 1000
@@ -148,8 +149,9 @@ class Decode:
     def lengths(self, values: Any) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=CUDA if self.on_device else "cpu")
 
-    def step(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """One replay on a random batch: (our largest error, torch's, the largest of the LSE), on the device."""
+    def step(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """One replay on a random batch: (our largest error, torch's, what a row's is above its limit, the largest of the LSE), on the
+        device."""
         batch = int(self.random.integers(1, BATCH + 1))
         q_lens = self.random.integers(0, MOST_ROWS + 1, batch)
         lens = np.minimum(CAPACITY, q_lens + self.random.integers(0, CAPACITY, batch) * self.random.integers(0, 2, batch))
@@ -171,8 +173,10 @@ class Decode:
         used = (seen.any(-1).squeeze(1) & (row.squeeze(-1) < q_len.squeeze(-1))).unsqueeze(-1)
         ours, logs = self.out[index], self.lse[index]
         zero = torch.zeros((), dtype=torch.float64, device=CUDA)
-        wrong = [torch.where(used.unsqueeze(-1), (x.double() - exact).abs(), zero).amax() for x in (ours, plain)]
-        return wrong[0], wrong[1], torch.where(used, (logs - log).abs(), zero).amax()
+        wrong = [torch.where(used.unsqueeze(-1), (x.double() - exact).abs(), zero).amax(-1) for x in (ours, plain)]
+        unit = ulp(torch.where(used, exact.abs().amax(-1), zero), BF16)
+        over = torch.where(used, wrong[0] - 2 * wrong[1] - 2 * unit, -1.0)
+        return wrong[0].amax(), wrong[1].amax(), over.amax(), torch.where(used, (logs - log).abs(), zero).amax()
 
 
 def attended(given: list[torch.Tensor], seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -188,10 +192,9 @@ def attended(given: list[torch.Tensor], seen: torch.Tensor) -> tuple[torch.Tenso
 def test_a_thousand_replays_with_random_lengths(on_device: bool) -> None:
     """Batch, query lengths, key lengths and pages change between replays; the graph stays. NaN would be the largest error."""
     decode = Decode(on_device)
-    ours, plain, logs = (torch.stack(errors) for errors in zip(*(decode.step() for _ in range(REPLAYS))))
+    ours, plain, over, logs = (torch.stack(errors) for errors in zip(*(decode.step() for _ in range(REPLAYS))))
     assert torch.isfinite(ours).all() and torch.isfinite(logs).all()
-    # Twice the error of plain bfloat16, which is seldom 0: half an ulp of small results where it is.
-    bad = (ours > 2 * plain + 2.0**-10).nonzero().flatten().tolist()
+    bad = (over > 0).nonzero().flatten().tolist()
     assert not bad, f"replays {bad[:5]}: {ours[bad[:5]].tolist()} against torch's {plain[bad[:5]].tolist()}"
     assert float(ours.max()) <= 2 * float(plain.max())
     assert float(logs.max()) < 1e-4

@@ -278,8 +278,9 @@ def _scalars(p: MoeProblem, c: Config, t: MoeTensors) -> dict[str, int | float]:
     values: dict[str, int | float] = {
         "x_row": t.x.stride(0), "out_row": t.out.stride(0), "weights_row": t.weights.stride(0), "ids_row": t.ids.stride(0),
         "bias13_expert": 0 if t.bias13 is None else t.bias13.stride(0), "bias2_expert": 0 if t.bias2 is None else t.bias2.stride(0),
-        "first": t.first, "down_passes": c.down_passes, "tokens": p.tokens, "k": p.k, "experts": p.experts, "width": p.hidden,
-        "inner": p.intermediate, "mapped": 0 if t.table is None else t.table.shape[0], "alpha": alpha, "limit": limit}
+        "first": t.first, "tokens": p.tokens, "k": p.k, "experts": p.experts, "width": p.hidden, "inner": p.intermediate,
+        "mapped": 0 if t.table is None else t.table.shape[0], "down_passes": c.down_passes,
+        "alpha": alpha, "limit": limit}
     for name, (w, scale), recipe in zip(("13", "2"), (_plain(t.w13, t.scale13), _plain(t.w2, t.scale2)), _recipes(p)):
         values |= {f"w{name}_expert": w.stride(0) * w.element_size(), f"w{name}_row": w.stride(1) * w.element_size()}
         values |= dict(zip((f"scale{name}_expert", f"scale{name}_row", f"scale{name}_block"), _scale_strides(scale, recipe)))
