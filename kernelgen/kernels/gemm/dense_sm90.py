@@ -113,8 +113,8 @@ def scales_verdict(problem: GemmProblem) -> Verdict:
 def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
     """Does the config fit the problem and the target: registers, shared memory, boxes?"""
     c = config
-    # Promoted, two products have sums of their own.
-    sums = c.mma_m * c.block_n // 2 + (c.block_n // c.parts if promotes(problem) else 0)
+    # Promoted, products have sums of their own.
+    sums = c.mma_m * c.block_n // 2 + (c.block_n // c.parts * c.buffers // 2 if promotes(problem) else 0)
     sums += c.block_n // 8 if problem.scales == "block_1x128" else 0  # scales of columns, read while sums are added
     half = problem.n // 2
     shared = shared_memory(problem, c)
@@ -127,6 +127,8 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
         (not c.pingpong or c.consumers == 2, f"config {c}: two consumers take turns"),
         (c.parts == 1 or promotes(problem) and c.block_n % (8 * c.parts) == 0,
          f"config {c}: only promoted sums are taken in parts, of a multiple of 8 columns"),
+        (c.buffers == 2 or c.buffers == 1 and promotes(problem) and not c.pingpong,
+         f"config {c}: one buffer of promoted sums, or two, which consumers that take turns need"),
         (c.slabs in (1, 2, 4), f"config {c}: 1, 2 or 4 slabs"),
         (c.cluster_m in (1, 2) and c.cluster_n in (1, 2), f"config {c}: clusters of up to 2 x 2"),
         (c.split_k in (1, 2, 4, 8), f"config {c}: 1, 2, 4 or 8 blocks share K"),
@@ -272,7 +274,7 @@ def spec_of(problem: GemmProblem, target: Target, config: Config, entry: str, gr
     """That of a dense or grouped product; ``grouping``: of grouping.cuh."""
     p, c = problem, config
     parameters = options(
-        p, c.block_n // c.parts, mma_m=c.mma_m, consumers=c.consumers, block_n=c.block_n, parts=c.parts, stages=c.stages,
+        p, c.block_n // c.parts, mma_m=c.mma_m, consumers=c.consumers, block_n=c.block_n, parts=c.parts, buffers=c.buffers, stages=c.stages,
         cluster_m=c.cluster_m, cluster_n=c.cluster_n, split_k=c.split_k, resident=c.resident, band_rows=c.band_rows,
         pingpong=c.pingpong, slabs=c.slabs, tma_out=c.tma_out(p.gated), quantize=quantizes(p), shared_memory=shared_memory(p, c),
         entry=entry, grouping=grouping)

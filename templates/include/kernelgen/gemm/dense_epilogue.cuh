@@ -327,11 +327,12 @@ struct DenseEpilogue {
     if (Options::kTmaOut && threadIdx.x % kWarpgroupThreads == 0) tma_store_wait_read<0>();
   }
 
-  template <int MmaM>
+  // `Step`: from 64 of the rows to the next that are this consumer's.
+  template <int Step, int MmaM>
   __device__ void run(const DenseSm90Params& p, const OutputTile& tile, float (&sums)[MmaM][kSums], int first_row) {
 #pragma unroll
     for (int m = 0; m < MmaM; ++m) {
-      const int first = first_row + m * kMmaRows;
+      const int first = first_row + m * Step;
       if (first >= tile.row_end) continue;
       if constexpr (Options::kQuantize) {
         quantize_rows<MmaM == 1 || Options::kPromote>(p, tile, sums[m], first);

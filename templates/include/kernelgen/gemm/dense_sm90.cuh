@@ -38,7 +38,7 @@
 namespace kernelgen {
 
 // `Options` is the rendered file's struct of compile-time constants: Element (of a, b), Out, Bias, C; kMmaM, kConsumers, kBlockN, kParts,
-// kStages, kSlabs, kClusterM, kClusterN, kSplitK, kResident (blocks of an SM), kBandRows, kPingpong; kRowA, kRowB (row order); kTmaOut
+// kBuffers, kStages, kSlabs, kClusterM, kClusterN, kSplitK, kResident (blocks of an SM), kBandRows, kPingpong; kRowA, kRowB (row order); kTmaOut
 // (out goes through shared memory); kBias, kActivation, kGate, kClamped, kAccumulate, kQuantize (out are codes, with a scale for 128 of a
 // row), kScales, kPromote, kBlockScales, kScaleColumns (of b, that share a scale of blocks), kGrouping
 template <class Options>
@@ -59,7 +59,9 @@ struct DenseSm90 : Options {
 
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroupThreads;
   static constexpr int kRows = kMmaM * kMmaRows;  // of one consumer
-  static constexpr int kBlockM = (kPingpong ? 1 : kConsumers) * kRows;
+  static constexpr int kTogether = kPingpong ? 1 : kConsumers;  // consumers of a tile, which take 64 rows in turn
+  static constexpr int kBlockM = kTogether * kRows;
+  static constexpr int kRowStep = kTogether * kMmaRows;  // from a consumer's 64 rows to its next
   // Named barriers: those of the epilogues, of the turns, of all consumers.
   static constexpr int kTurn = 1 + kConsumers, kAllConsumers = kTurn + 2;
   static_assert(!kPingpong || kConsumers == 2, "two take turns");
@@ -191,14 +193,16 @@ struct DenseSm90 : Options {
                                                    TileB::descriptor(stage + TileA::kBytes, column, step), keep || step > 0);
   }
 
+  // Rows: of 64, that the tile has of this consumer's.
+  template <int Rows>
   __device__ static void multiply(float (&sums)[kMmaM][kBlockN / 2], uint32_t stage, int first_row, bool keep) {
 #pragma unroll
-    for (int m = 0; m < kMmaM; ++m) hold(sums[m]);
+    for (int m = 0; m < Rows; ++m) hold(sums[m]);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < TileA::kSteps; ++step) {
 #pragma unroll
-      for (int m = 0; m < kMmaM; ++m) multiply_part(sums[m], stage, first_row + m * kMmaRows, 0, step, keep);
+      for (int m = 0; m < Rows; ++m) multiply_part(sums[m], stage, first_row + m * kRowStep, 0, step, keep);
     }
     wgmma_commit();
   }
@@ -227,6 +231,7 @@ struct DenseSm90 : Options {
   }
 
   // All products of a tile, in the tensor core's own sums.
+  template <int Rows>
   __device__ static void accumulate(Sums& sums, const DenseSm90Params& p, const Ring& ring, uint32_t shared, const OutputTile& tile,
                                     typename Ring::Position& at, int first_row, int group) {
     int unread = -1;  // the stage whose products may be in flight
@@ -234,7 +239,7 @@ struct DenseSm90 : Options {
       const uint32_t stage = shared + at.stage * kStageBytes;
       ring.wait_full(at);
       clear_others(p, tile, stage, k);
-      multiply(sums, stage, first_row, unread >= 0);
+      multiply<Rows>(sums, stage, first_row, unread >= 0);
       if (unread >= 0) {
         wgmma_wait<1>();
         ring.release(unread);
@@ -245,7 +250,7 @@ struct DenseSm90 : Options {
     end_turn(at, group, ceil_div(tile.k_end - tile.k_first, kDepth));
     wgmma_wait<0>();
 #pragma unroll
-    for (int m = 0; m < kMmaM; ++m) hold(sums[m]);
+    for (int m = 0; m < Rows; ++m) hold(sums[m]);
     if (kGrouping == Grouping::kDepth && unread < 0) {
       clear(sums);  // an empty group
     } else {
@@ -253,17 +258,17 @@ struct DenseSm90 : Options {
     }
   }
 
-  // Promoted, a step is kUnits products of 64 rows by kColumns columns from zero. Their sums lie in two buffers in turn: those in one
-  // are added to the totals while the tensor core fills the other, so that it need not wait.
-  static constexpr int kUnits = kMmaM * kParts;
-  using Buffers = float[2][kColumns / 2];
+  // Promoted, a step is Rows * kParts units: products of 64 rows by kColumns columns from zero. Their sums lie in two buffers in turn: those
+  // in one are added to the totals while the tensor core fills the other, so that it need not wait. Or in one (kBuffers): then it is
+  // the other consumers' products that it does meanwhile.
+  using Buffers = float[Options::kBuffers][kColumns / 2];
 
   __device__ static void multiply_unit(float (&sums)[kColumns / 2], uint32_t stage, int first_row, int unit) {
     hold(sums);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < TileA::kSteps; ++step) {
-      multiply_part(sums, stage, first_row + unit / kParts * kMmaRows, unit % kParts * kColumns, step, false);
+      multiply_part(sums, stage, first_row + unit / kParts * kRowStep, unit % kParts * kColumns, step, false);
     }
     wgmma_commit();
   }
@@ -279,10 +284,11 @@ struct DenseSm90 : Options {
   }
 
   // The step at `k`, whose first unit is under way in buffer kFirst; with kMore begins the one behind it, `next`.
-  template <int kFirst, bool kMore>
+  template <int Rows, int kFirst, bool kMore>
   __device__ static void promote(Sums& totals, Buffers& buffers, const typename Scales::Step& step, typename Scales::Step& next,
                                  const DenseSm90Params& p, const Ring& ring, uint32_t shared, const OutputTile& tile,
                                  typename Ring::Position& at, int first_row, int k) {
+    constexpr int kUnits = Rows * kParts;
     const int stage = at.stage;
     at.advance();
 #pragma unroll
@@ -312,6 +318,7 @@ struct DenseSm90 : Options {
 
   // The same as accumulate(), every 128 of K promoted to float32 totals. (Two steps in the loop, and one place for each way to end:
   // with one step ptxas takes sums for unfinished that are not, and waits for each product. A test reads its log.)
+  template <int Rows>
   __device__ static void accumulate_promoted(Sums& totals, const DenseSm90Params& p, const Ring& ring, uint32_t shared,
                                              const OutputTile& tile, typename Ring::Position& at, int first_row, int group) {
     clear(totals);
@@ -319,19 +326,58 @@ struct DenseSm90 : Options {
     if (kGrouping == Grouping::kDepth && k == tile.k_end) return;
     Buffers buffers;
     typename Scales::Step even, odd;  // steps 0, 2, ... and 1, 3, ...
-    constexpr int kSecond = kUnits % 2;  // the buffer that odd steps begin with
+    constexpr int kSecond = Rows * kParts % 2;  // the buffer that odd steps begin with
     begin_step(buffers[0], even, p, ring, shared, tile, at, first_row, k);
     for (; k + 2 * kDepth < tile.k_end; k += 2 * kDepth) {
-      promote<0, true>(totals, buffers, even, odd, p, ring, shared, tile, at, first_row, k);
-      promote<kSecond, true>(totals, buffers, odd, even, p, ring, shared, tile, at, first_row, k + kDepth);
+      promote<Rows, 0, true>(totals, buffers, even, odd, p, ring, shared, tile, at, first_row, k);
+      promote<Rows, kSecond, true>(totals, buffers, odd, even, p, ring, shared, tile, at, first_row, k + kDepth);
     }
     if (k + kDepth < tile.k_end) {
-      promote<0, true>(totals, buffers, even, odd, p, ring, shared, tile, at, first_row, k);
-      promote<kSecond, false>(totals, buffers, odd, even, p, ring, shared, tile, at, first_row, k + kDepth);
+      promote<Rows, 0, true>(totals, buffers, even, odd, p, ring, shared, tile, at, first_row, k);
+      promote<Rows, kSecond, false>(totals, buffers, odd, even, p, ring, shared, tile, at, first_row, k + kDepth);
     } else {
-      promote<0, false>(totals, buffers, even, odd, p, ring, shared, tile, at, first_row, k);
+      promote<Rows, 0, false>(totals, buffers, even, odd, p, ring, shared, tile, at, first_row, k);
     }
     end_turn(at, group, ceil_div(tile.k_end - tile.k_first, kDepth));
+  }
+
+  // The same with one buffer: each product waits for the addition of the one before, and the tensor core has those of other consumers.
+  template <int Rows>
+  __device__ static void accumulate_alone(Sums& totals, const DenseSm90Params& p, const Ring& ring, uint32_t shared,
+                                          const OutputTile& tile, typename Ring::Position& at, int first_row) {
+    constexpr int kUnits = Rows * kParts;
+    clear(totals);
+    Buffers buffers;
+    float(&sums)[kColumns / 2] = buffers[0];
+    typename Scales::Step step;
+    for (int k = tile.k_first; k < tile.k_end; k += kDepth, at.advance()) {
+      begin_step(sums, step, p, ring, shared, tile, at, first_row, k);
+#pragma unroll
+      for (int unit = 0; unit < kUnits; ++unit) {
+        if (unit > 0) multiply_unit(sums, shared + at.stage * kStageBytes, first_row, unit);
+        wgmma_wait<0>();
+        const bool last = unit + 1 == kUnits;
+        if (last && !Scales::kHoldsStage) ring.release(at.stage);
+        hold(sums);
+        Scales::add(totals[unit / kParts], sums, step, unit / kParts, unit % kParts * kColumns);
+        if (last && Scales::kHoldsStage) {
+          __syncwarp();
+          ring.release(at.stage);
+        }
+      }
+    }
+  }
+
+  template <int Rows>
+  __device__ static void accumulate_rows(Sums& sums, const DenseSm90Params& p, const Ring& ring, uint32_t shared, const OutputTile& tile,
+                                         typename Ring::Position& at, int first_row, int group) {
+    if constexpr (kPromote && Options::kBuffers == 1) {
+      accumulate_alone<Rows>(sums, p, ring, shared, tile, at, first_row);
+    } else if constexpr (kPromote) {
+      accumulate_promoted<Rows>(sums, p, ring, shared, tile, at, first_row, group);
+    } else {
+      accumulate<Rows>(sums, p, ring, shared, tile, at, first_row, group);
+    }
   }
 
   // All products of a tile are issued: the other consumer may begin, and owns the next stages.
@@ -352,7 +398,7 @@ struct DenseSm90 : Options {
 
   __device__ static void consume(const DenseSm90Params& p, const Ring& ring, uint32_t shared, Tiles tiles, int index, int step,
                                  int group, int share) {
-    const int first_row = kPingpong ? 0 : group * kRows;
+    const int first_row = kPingpong ? 0 : group * kMmaRows;
     typename Ring::Position at;
     if (kPingpong && group == 1) named_barrier_arrive(kTurn, 2 * kWarpgroupThreads);  // the first turn is the other's
     if (kPingpong && group == 1) {
@@ -369,10 +415,14 @@ struct DenseSm90 : Options {
         pass(ring, tile, at);
         continue;
       }
-      if constexpr (kPromote) {
-        accumulate_promoted(sums, p, ring, shared, tile, at, first_row, group);
+      if constexpr (kRowGroups && kMmaM == 2) {
+        if (tile.m + first_row + kRowStep >= tile.row_end) {
+          accumulate_rows<1>(sums, p, ring, shared, tile, at, first_row, group);
+        } else {
+          accumulate_rows<2>(sums, p, ring, shared, tile, at, first_row, group);
+        }
       } else {
-        accumulate(sums, p, ring, shared, tile, at, first_row, group);
+        accumulate_rows<kMmaM>(sums, p, ring, shared, tile, at, first_row, group);
       }
       if constexpr (kSplitK > 1) {
         named_barrier_sync(kAllConsumers, kConsumers * kWarpgroupThreads);  // all have read the operands where sums are left
@@ -381,7 +431,7 @@ struct DenseSm90 : Options {
         Shares::finish(sums, p, tile, shared, group, tile.m + first_row, share);
         return;  // as the grid has it, too; said here, the sums are not kept for a next tile
       } else {
-        epilogue.run(p, tile, sums, tile.m + first_row);
+        epilogue.template run<kRowStep>(p, tile, sums, tile.m + first_row);
       }
     }
     epilogue.finish();

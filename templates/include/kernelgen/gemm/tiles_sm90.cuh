@@ -99,10 +99,17 @@ struct RowGroupTiles {
     return false;
   }
 
+  // The tile's row, turned by one in each round of the grid: else equal groups of two tiles, the second of few rows, would give every other
+  // block all the full ones (32 groups of 192 rows, H200: as long as for 256).
+  __device__ int turned(const TilePosition& at, int index) const {
+    const int band = at.m / Product::kBandRows * Product::kBandRows, in_band = min(Product::kBandRows, tiles_of(rows) - band);
+    return band + (at.m - band + (index - (at.m - band)) / static_cast<int>(gridDim.x)) % in_band;
+  }
+
   __device__ bool find(const DenseSm90Params& p, int index, OutputTile& tile) {
     if (index >= first + tiles && !find_group(p, index)) return false;
     const TilePosition at = TileWalk<Product::kBandRows>{tiles_of(rows), p.tiles_n, tiles}.at(index - first);
-    tile.m = begin + at.m * Product::kBlockM;
+    tile.m = begin + turned(at, index) * Product::kBlockM;
     tile.n = at.n * Product::kOutputs;
     tile.row_end = begin + rows;
     tile.batch_b = tile.batch_bias = group;
