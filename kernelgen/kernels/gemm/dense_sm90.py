@@ -66,8 +66,11 @@ def shared_memory(problem: GemmProblem, config: Config) -> int:
     """Dynamic shared memory in bytes of a launch: DenseSm90::kSharedBytes of the header."""
     p, c = problem, config
     slabs = c.consumers * c.slabs * _SLAB_BYTES if c.tma_out(p.gated) else 0
+    # Scales and biases of columns, for each consumer: DenseEpilogue::kStaged.
+    arrays = (p.scales in ("tensor", "row")) + p.bias if c.split_k == 1 and p.scales not in BLOCK_RECIPES else 0
+    staged = c.consumers * arrays * round_up(4 * c.block_n, 128)
     stage = (c.block_m + c.block_n) * ROW_BYTES + _bytes_of_scales(p, c)
-    return max(c.stages * stage + slabs, _left_sums(p, c)) + round_up(2 * c.stages * 8, 128)
+    return max(c.stages * stage + slabs + staged, _left_sums(p, c)) + round_up(2 * c.stages * 8, 128)
 
 
 def _left_sums(problem: GemmProblem, config: Config) -> int:

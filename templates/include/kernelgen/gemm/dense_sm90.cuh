@@ -96,7 +96,8 @@ struct DenseSm90 : Options {
 
   static constexpr int kStageBytes = TileA::kBytes + TileB::kBytes;
   static constexpr int kStoreAt = kStages * kStageBytes;
-  static constexpr int kScalesAt = kStoreAt + kConsumers * Epilogue::kStoreBytes;
+  static constexpr int kStagedAt = kStoreAt + kConsumers * Epilogue::kStoreBytes;
+  static constexpr int kScalesAt = kStagedAt + kConsumers * Epilogue::kStagedBytes;
   static constexpr int kRingBytes = kScalesAt + kStages * Scales::kBytes;
   static constexpr int kBarriersAt = kSplitK == 1 ? kRingBytes : max_of(kRingBytes, Shares::kBytes);  // the sums lie where operands lay
   static constexpr int kSharedBytes = kBarriersAt + round_up(Ring::kBytes, 128);
@@ -406,8 +407,9 @@ struct DenseSm90 : Options {
       index += step;
     }
     if (kPingpong) step *= 2;
-    Epilogue epilogue{shared + kStoreAt + group * Epilogue::kStoreBytes, group};
+    Epilogue epilogue{shared + kStoreAt + group * Epilogue::kStoreBytes, shared + kStagedAt + group * Epilogue::kStagedBytes, group};
     Sums sums;
+    typename Epilogue::Ahead ahead;
     OutputTile tile;
     for (; tiles.find(p, index, tile); index += step) {
       if constexpr (kPingpong) named_barrier_sync(kTurn + group, 2 * kWarpgroupThreads);
@@ -415,6 +417,7 @@ struct DenseSm90 : Options {
         pass(ring, tile, at);
         continue;
       }
+      Epilogue::template load_ahead<kRowStep>(ahead, p, tile, tile.m + first_row);
       if constexpr (kRowGroups && kMmaM == 2) {
         if (tile.m + first_row + kRowStep >= tile.row_end) {
           accumulate_rows<1>(sums, p, ring, shared, tile, at, first_row, group);
@@ -431,7 +434,7 @@ struct DenseSm90 : Options {
         Shares::finish(sums, p, tile, shared, group, tile.m + first_row, share);
         return;  // as the grid has it, too; said here, the sums are not kept for a next tile
       } else {
-        epilogue.template run<kRowStep>(p, tile, sums, tile.m + first_row);
+        epilogue.template run<kRowStep>(p, tile, sums, tile.m + first_row, ahead);
       }
     }
     epilogue.finish();
