@@ -13,7 +13,7 @@ from typing import Any
 
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
-from kernelgen.kernels.gemm.dense_configs import MEASURED, MIDDLE, QUANTIZING, Config, Measured
+from kernelgen.kernels.gemm.dense_configs import FITS, MEASURED, QUANTIZING, Config, Fit, Measured
 from kernelgen.kernels.gemm.requantize import Requantization
 from kernelgen.kernels.gemm.sm90 import (
     BLOCK_RECIPES,
@@ -116,8 +116,8 @@ def scales_verdict(problem: GemmProblem) -> Verdict:
 def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
     """Does the config fit the problem and the target: registers, shared memory, boxes?"""
     c = config
-    # Promoted, products have sums of their own.
-    sums = c.mma_m * c.block_n // 2 + (c.block_n // c.parts * c.buffers // 2 if promotes(problem) else 0)
+    # Promoted, two products have sums of their own.
+    sums = c.mma_m * c.block_n // 2 + (c.block_n // c.parts if promotes(problem) else 0)
     sums += c.block_n // 8 if problem.scales == "block_1x128" else 0  # scales of columns, read while sums are added
     half = problem.n // 2
     shared = shared_memory(problem, c)
@@ -130,8 +130,6 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
         (not c.pingpong or c.consumers == 2, f"config {c}: two consumers take turns"),
         (c.parts == 1 or promotes(problem) and c.block_n % (8 * c.parts) == 0,
          f"config {c}: only promoted sums are taken in parts, of a multiple of 8 columns"),
-        (c.buffers == 2 or c.buffers == 1 and promotes(problem) and not c.pingpong,
-         f"config {c}: one buffer of promoted sums, or two, which consumers that take turns need"),
         (c.slabs in (1, 2, 4), f"config {c}: 1, 2 or 4 slabs"),
         (c.cluster_m in (1, 2) and c.cluster_n in (1, 2), f"config {c}: clusters of up to 2 x 2"),
         (c.split_k in (1, 2, 4, 8), f"config {c}: 1, 2, 4 or 8 blocks share K"),
@@ -159,18 +157,26 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
 
 
 _BYTES_PER_US = 4.4e6  # of an H200's memory
-_MIDDLE_ROWS = range(129, 1024)
-_BEYOND = 1.4  # how much longer tiles take for the share of their rows that lies beyond the matrix, which the copy engine fills with zeros
+_ONE_PRODUCT_ROWS = 128  # so few rows in a batch were not searched
 
 
-def _in_middle(problem: GemmProblem) -> bool:
-    return problem.op == "gemm" and problem.m in _MIDDLE_ROWS and depth(problem) == 64
+def _fit(problem: GemmProblem) -> Fit | None:
+    """Of a search of problems with about so many rows; sums that are not promoted were searched for 16 bits alone."""
+    p, kind = problem, kind_of_sums(problem)
+    if p.op != "gemm" or (p.batch > 1 and p.m <= _ONE_PRODUCT_ROWS) or (kind == "plain" and depth(p) != 64):
+        return None
+    return next((fit for fit in FITS[kind] if p.m in fit.rows), None)
 
 
 def _measured(problem: GemmProblem) -> tuple[Measured, ...]:
     """Of the problem's kind."""
-    kind = kind_of_sums(problem)
-    return (*(MIDDLE if _in_middle(problem) else MEASURED[kind]), *(QUANTIZING.get(kind, ()) if quantizes(problem) else ()))
+    kind, fit = kind_of_sums(problem), _fit(problem)
+    known = fit.measured if fit else MEASURED[kind]
+    if not quantizes(problem):
+        return known
+    codes = QUANTIZING.get(kind, ())
+    tiles = {(m.config.block_m, m.config.block_n, m.config.parts) for m in codes}
+    return (*codes, *(m for m in known if (m.config.block_m, m.config.block_n, m.config.parts) not in tiles))
 
 
 def _tiles(problem: GemmProblem, config: Config) -> tuple[int, int]:
@@ -178,25 +184,30 @@ def _tiles(problem: GemmProblem, config: Config) -> tuple[int, int]:
     return -(-problem.m // (config.block_m * config.cluster_m)), -(-problem.n // (config.block_n * config.cluster_n))
 
 
-def _waves(problem: GemmProblem, target: Target, config: Config) -> int:
-    """Of tiles. Clusters of four and more do not fill the groups of SMs: 116 blocks ran at once, 128 did not (H200, 2026-11-30)."""
+def _waves(problem: GemmProblem, target: Target, config: Config) -> tuple[int, float]:
+    """Of tiles, and the share of all their places that stays empty. Clusters of four and more do not fill the groups of SMs: 116 blocks ran
+    at once, 128 did not (H200, 2026-11-30)."""
     c, sms = config, target.sm_count or 132
     tiles_m, tiles_n = _tiles(problem, c)
     clusters = max(1, sms * 10 // 11 * c.resident // c.blocks if c.blocks > 2 else sms * c.resident // c.blocks)
-    return -(-tiles_m * tiles_n * problem.batch // clusters)
+    tiles = tiles_m * tiles_n * problem.batch
+    waves = -(-tiles // clusters)
+    return waves, 1 - tiles / (waves * clusters)
 
 
 def _cost(problem: GemmProblem, target: Target, measured: Measured) -> float:
     """Estimated microseconds: waves of tiles, and no faster than memory."""
-    waves = _waves(problem, target, measured.config)
-    tiles_time = waves * (-(-problem.k // depth(problem) // measured.config.split_k) * measured.step + measured.finish)
-    p, size = problem, ROW_BYTES // depth(problem)
-    memory = p.batch * size * (p.m * p.k + p.k * p.n + p.m * p.n) / _BYTES_PER_US
+    p, size, fit, config = problem, ROW_BYTES // depth(problem), _fit(problem), measured.config
+    waves, idle = _waves(p, target, config)
+    tiles_time = waves * (-(-p.k // depth(p) // config.split_k) * measured.step + measured.finish)
+    moved = p.batch * (size * (p.m * p.k + p.k * p.n) + DTYPES[p.out_dtype].bytes * p.m * p.outputs)
     # Where memory is the limit, less work is still the better bet.
-    if _in_middle(p):
-        tiles_time *= 1 + _BEYOND * (1 - p.m / round_up(p.m, measured.config.block_m))
-        return max(tiles_time, memory) + tiles_time / 50
-    return max(tiles_time, memory) + tiles_time / 10
+    if fit is None:
+        return max(tiles_time, moved / _BYTES_PER_US) + tiles_time / 10
+    tiles_time *= 1 + fit.beyond * (1 - p.m / round_up(p.m, config.block_m))
+    memory = moved / fit.bytes_per_us * (1 + fit.again * (1 - 1 / _tiles(p, config)[0])) * (1 + (fit.uneven * idle if waves > 1 else 0))
+    memory += fit.start
+    return max(tiles_time, memory) + tiles_time / 50
 
 
 def _ranked(problem: GemmProblem, target: Target) -> Iterator[Measured]:
@@ -237,7 +248,7 @@ def _guess(problem: GemmProblem, target: Target, config: Config) -> float:
     exchange = 0.8 + c.block_m * c.block_n * 4 * (1 - 1 / c.split_k) / 50_000 if c.split_k > 1 else 0.0
     finish = 0.3 if c.pingpong or c.resident > 1 else 0.4 + c.block_m * c.block_n / 32768
     multicast = 1.03 if c.cluster_m * c.cluster_n > 1 else 1.0  # worth nothing where it was measured
-    return 2.0 + multicast * _waves(p, target, c) * (-(-p.k // depth(p)) / c.split_k * step * c.resident + finish + exchange)
+    return 2.0 + multicast * _waves(p, target, c)[0] * (-(-p.k // depth(p)) / c.split_k * step * c.resident + finish + exchange)
 
 
 def grid(problem: GemmProblem, target: Target) -> Iterator[Config]:
@@ -277,7 +288,7 @@ def spec_of(problem: GemmProblem, target: Target, config: Config, entry: str, gr
     """That of a dense or grouped product; ``grouping``: of grouping.cuh."""
     p, c = problem, config
     parameters = options(
-        p, c.block_n // c.parts, mma_m=c.mma_m, consumers=c.consumers, block_n=c.block_n, parts=c.parts, buffers=c.buffers, stages=c.stages,
+        p, c.block_n // c.parts, mma_m=c.mma_m, consumers=c.consumers, block_n=c.block_n, parts=c.parts, stages=c.stages,
         cluster_m=c.cluster_m, cluster_n=c.cluster_n, split_k=c.split_k, resident=c.resident, band_rows=c.band_rows,
         pingpong=c.pingpong, slabs=c.slabs, tma_out=c.tma_out(p.gated), quantize=quantizes(p), shared_memory=shared_memory(p, c),
         entry=entry, grouping=grouping)

@@ -38,7 +38,7 @@
 namespace kernelgen {
 
 // `Options` is the rendered file's struct of compile-time constants: Element (of a, b), Out, Bias, C; kMmaM, kConsumers, kBlockN, kParts,
-// kBuffers, kStages, kSlabs, kClusterM, kClusterN, kSplitK, kResident (blocks of an SM), kBandRows, kPingpong; kRowA, kRowB (row order); kTmaOut
+// kStages, kSlabs, kClusterM, kClusterN, kSplitK, kResident (blocks of an SM), kBandRows, kPingpong; kRowA, kRowB (row order); kTmaOut
 // (out goes through shared memory); kBias, kActivation, kGate, kClamped, kAccumulate, kQuantize (out are codes, with a scale for 128 of a
 // row), kScales, kPromote, kBlockScales, kScaleColumns (of b, that share a scale of blocks), kGrouping
 template <class Options>
@@ -260,9 +260,8 @@ struct DenseSm90 : Options {
   }
 
   // Promoted, a step is Rows * kParts units: products of 64 rows by kColumns columns from zero. Their sums lie in two buffers in turn: those
-  // in one are added to the totals while the tensor core fills the other, so that it need not wait. Or in one (kBuffers): then it is
-  // the other consumers' products that it does meanwhile.
-  using Buffers = float[Options::kBuffers][kColumns / 2];
+  // in one are added to the totals while the tensor core fills the other, so that it need not wait.
+  using Buffers = float[2][kColumns / 2];
 
   __device__ static void multiply_unit(float (&sums)[kColumns / 2], uint32_t stage, int first_row, int unit) {
     hold(sums);
@@ -342,39 +341,10 @@ struct DenseSm90 : Options {
     end_turn(at, group, ceil_div(tile.k_end - tile.k_first, kDepth));
   }
 
-  // The same with one buffer: each product waits for the addition of the one before, and the tensor core has those of other consumers.
-  template <int Rows>
-  __device__ static void accumulate_alone(Sums& totals, const DenseSm90Params& p, const Ring& ring, uint32_t shared,
-                                          const OutputTile& tile, typename Ring::Position& at, int first_row) {
-    constexpr int kUnits = Rows * kParts;
-    clear(totals);
-    Buffers buffers;
-    float(&sums)[kColumns / 2] = buffers[0];
-    typename Scales::Step step;
-    for (int k = tile.k_first; k < tile.k_end; k += kDepth, at.advance()) {
-      begin_step(sums, step, p, ring, shared, tile, at, first_row, k);
-#pragma unroll
-      for (int unit = 0; unit < kUnits; ++unit) {
-        if (unit > 0) multiply_unit(sums, shared + at.stage * kStageBytes, first_row, unit);
-        wgmma_wait<0>();
-        const bool last = unit + 1 == kUnits;
-        if (last && !Scales::kHoldsStage) ring.release(at.stage);
-        hold(sums);
-        Scales::add(totals[unit / kParts], sums, step, unit / kParts, unit % kParts * kColumns);
-        if (last && Scales::kHoldsStage) {
-          __syncwarp();
-          ring.release(at.stage);
-        }
-      }
-    }
-  }
-
   template <int Rows>
   __device__ static void accumulate_rows(Sums& sums, const DenseSm90Params& p, const Ring& ring, uint32_t shared, const OutputTile& tile,
                                          typename Ring::Position& at, int first_row, int group) {
-    if constexpr (kPromote && Options::kBuffers == 1) {
-      accumulate_alone<Rows>(sums, p, ring, shared, tile, at, first_row);
-    } else if constexpr (kPromote) {
+    if constexpr (kPromote) {
       accumulate_promoted<Rows>(sums, p, ring, shared, tile, at, first_row, group);
     } else {
       accumulate<Rows>(sums, p, ring, shared, tile, at, first_row, group);
