@@ -159,9 +159,9 @@ def test_dense_choices_are_those_of_the_search() -> None:
 
 
 def test_choices_for_few_rows_are_those_of_the_search() -> None:
-    """64 - 512 rows of fp8 and 128 of 16 bits: what dispatch chooses of both products, against the committed times."""
+    """64 - 512 rows of fp8, 64 and 128 of 16 bits: what dispatch chooses of both products, against the committed times."""
     searched = json.loads((Path(__file__).parents[3] / "tools/bench/results/tried/h200_tune_few_rows.json").read_text())["lines"]
-    bases = {"bf16": (BASE, 65), "fp8-row": (FP8, 33), "fp8-block": (BLOCKS, 33)}
+    bases = {"bf16": (BASE, 49), "fp8-row": (FP8, 33), "fp8-block": (BLOCKS, 33)}
     regrets: dict[str, list[float]] = {recipe: [] for recipe in bases}
     for line in searched:
         recipe, *sizes = re.fullmatch(r"gemm\[(\S+) m=(\d+) n=(\d+) k=(\d+)\]", line["problem"]).groups()  # type: ignore[union-attr]
@@ -175,7 +175,7 @@ def test_choices_for_few_rows_are_those_of_the_search() -> None:
         elif name in line["us"]:  # else its tile was not tried here, but with more rows
             times = [us for candidate, us in line["us"].items() if "sm90" in candidate]
             regrets[recipe].append(math.log(line["us"][name] / min(times)))
-    assert [len(values) for values in regrets.values()] == [3, 36, 34]
+    assert [len(values) for values in regrets.values()] == [7, 36, 34]
     means, worst = ([math.exp(f(values)) for values in regrets.values()] for f in (lambda v: sum(v) / len(v), max))
     assert max(means) < 1.015 and max(worst) < 1.10, (means, worst)
 
