@@ -118,10 +118,10 @@ struct DenseEpilogue {
     }
   }
 
-  // Those of columns to shared memory. What the tile before left there has been read: products are of all four warps.
+  // Those of columns to shared memory. What the tile before left there has been read: slabs, where there are any, leave behind a barrier.
   __device__ void stage(const Ahead& ahead) const {
     if constexpr (!kStaged) return;
-    if constexpr (Options::kGrouping == Grouping::kDepth) named_barrier_sync(1 + group, kWarpgroupThreads);  // but for empty groups
+    if constexpr (!Options::kTmaOut) named_barrier_sync(1 + group, kWarpgroupThreads);
 #pragma unroll
     for (int i = 0; i < kColumnsOfThread; ++i) {
       const uint32_t target = staged + (threadIdx.x % kWarpgroupThreads + i * kWarpgroupThreads) * 4;

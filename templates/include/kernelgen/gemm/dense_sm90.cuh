@@ -1,7 +1,7 @@
 // out = activation(scale * (a @ b) + bias) + beta * c on Hopper: TMA, WGMMA, one persistent block per SM.
 //
 // A warpgroup that only starts copies feeds a ring of stages, each a tile of a and one of b 128 bytes deep; kConsumers warpgroups
-// multiply them, kMmaM * 64 rows of the block's tile each, with one group of products in flight:
+// multiply them, kMmaM times 64 rows of the block's tile each, which they take in turn, with one group of products in flight:
 //
 //   producer   for every tile, for every stage: wait until it is empty; TMA a, TMA b -> shared memory
 //   consumer   for every stage: wait until it is full; products of its rows; release the stage before
@@ -21,8 +21,9 @@
 // added to float32 totals, so that the error does not grow with K; with kBlockScales times the scales of their blocks.
 //
 // gemm/grouped_sm90 is the same kernel with other tiles (tiles_sm90.cuh). Of a only the boxes with rows of the group are loaded; what
-// lies in the rest of the stage is multiplied, and not stored. A group of k may begin and end inside a stage: there the consumers
-// clear what is not its own, in a and in b, as 0 * NaN would be NaN.
+// lies in the rest of the stage is multiplied, and not stored, but for a consumer's second 64 rows, which it leaves out where none of
+// them is the group's. A group of k may begin and end inside a stage: there the consumers clear what is not its own, in a and in b,
+// as 0 * NaN would be NaN.
 #pragma once
 
 #include <kernelgen/gemm/block_scales_sm90.cuh>
@@ -259,8 +260,8 @@ struct DenseSm90 : Options {
     }
   }
 
-  // Promoted, a step is Rows * kParts units: products of 64 rows by kColumns columns from zero. Their sums lie in two buffers in turn: those
-  // in one are added to the totals while the tensor core fills the other, so that it need not wait.
+  // Promoted, a step is Rows * kParts units: products of 64 rows by kColumns columns from zero. Their sums lie in two buffers in turn:
+  // those in one are added to the totals while the tensor core fills the other, so that it need not wait.
   using Buffers = float[2][kColumns / 2];
 
   __device__ static void multiply_unit(float (&sums)[kColumns / 2], uint32_t stage, int first_row, int unit) {
