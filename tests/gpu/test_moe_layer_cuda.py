@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,13 @@ import pytest
 import torch
 
 import kernelgen
+from kernelgen.dispatch import select
+from kernelgen.kernels.moe import layer as layer_steps
 from kernelgen.testing.data import random_tensor
 from kernelgen.testing.moe_layer import check_moe, layer, pack_experts, quantize_experts
 from kernelgen.testing.tolerance import assert_bits_equal
 
+moe_op = importlib.import_module("kernelgen.ops.moe")  # the package has a function of that name
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -57,6 +61,45 @@ def test_layer(name: str) -> None:
         check_moe(CASES[name](tokens), what=f"{name} {tokens}")
 
 
+FUSED: dict[str, Callable[[int], dict[str, Any]]] = {
+    "bf16": lambda t: cuda(t, 12, 3, 264, 200, seed=t),
+    "fp16, k of 8": lambda t: cuda(t, 32, 8, 1032, 96, FP16, seed=t),
+    "one slot": lambda t: cuda(t, 5, 1, 512, 128, seed=t),
+    "weights of 16 bits": lambda t: (c := cuda(t, 16, 4, 384, 128, seed=t)) | {"weights": c["weights"].to(BF16)},
+    "bias, interleaved": lambda t: cuda(t, 16, 4, 320, 320, activation="swiglu_oai", biases=BF16, seed=t) | {"gate_up": "interleaved"},
+    "fp8 blocks": lambda t: quantize_experts(cuda(t, 24, 6, 1152, 256, seed=t), "block_128x128", "block_128x128"),
+    "fp8 channels": lambda t: quantize_experts(cuda(t, 16, 4, 384, 144, seed=t), "channel", "channel"),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_sums_beside_the_second_product(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hopper: the first product gathers tokens, the second adds up rows. The same bits as by steps of their own, whatever the routing."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the products of Hopper")
+    for tokens in (1, 40, 333):
+        c = FUSED[name](tokens)
+        ids = c["ids"].clone()
+        for routing, changed in {"random": ids, "skipped": torch.where(ids % 3 == 0, -1, ids), "none": torch.full_like(ids, -1),
+                                 "one expert": torch.full_like(ids, 2)}.items():
+            c["ids"] = changed
+            results = []
+            for least in (1, 1 << 30):
+                monkeypatch.setattr(layer_steps, "_MANY_TOKENS", least)
+                select.forget()
+                moe_op._calls.clear()
+                chosen = kernelgen.explain("moe", **c, backend="generated").chosen
+                if chosen is None or chosen.kernel != "moe/layer":
+                    break  # very few tokens
+                steps = [step for step, _ in chosen.config.decisions]
+                assert "permute" not in steps and ("unpermute" in steps) is (least > 1), steps
+                results.append(check_moe(c, what=f"{name} {tokens} {routing} {steps}") if routing == "random" else
+                               kernelgen.moe(**c, backend="generated"))
+            if results:
+                assert_bits_equal(results[0], results[1], what=f"{name} {tokens} {routing}")
+                assert routing != "none" or not bool(results[0].any())
+
+
 @pytest.mark.parametrize("ids", ("one expert", "none", "mixed", "repeated"))
 def test_routing(ids: str) -> None:
     c = cuda(300, 32, 4, 256, 128)
@@ -78,18 +121,18 @@ def test_shards_and_shared_expert() -> None:
     check_moe(c | {"shared": shared}, what="shared")
 
 
-@pytest.mark.parametrize("name", ("qwen3", "deepseek fp8"))
-def test_a_thousand_repeats_and_a_graph(name: str) -> None:
-    c = CASES[name](64)
+@pytest.mark.parametrize("name, tokens", (("qwen3", 64), ("deepseek fp8", 64), ("fp8 codes", 1100), ("qwen3", 1100)))
+def test_a_thousand_repeats_and_a_graph(name: str, tokens: int) -> None:
+    c = CASES[name](tokens)
     first = kernelgen.moe(**c, backend="generated")
     for _ in range(1000):
         assert torch.equal(kernelgen.moe(**c, backend="generated"), first)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = kernelgen.moe(**c, backend="generated")
-    other = CASES[name](65)
+    other = CASES[name](tokens + 1)
     for part in ("x", "weights", "ids"):
-        c[part].copy_(other[part][:64])
+        c[part].copy_(other[part][:tokens])
     graph.replay()
     replayed = captured.clone()
     assert_bits_equal(replayed, kernelgen.moe(**c, backend="generated"), what="replayed on new tokens")

@@ -13,7 +13,7 @@ from typing import Any
 
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
-from kernelgen.kernels.gemm.dense_configs import GROUPED, MEASURED, MIDDLE, QUANTIZING, Config, Measured
+from kernelgen.kernels.gemm.dense_configs import GATHERED, GROUPED, MEASURED, MIDDLE, QUANTIZING, Config, Measured
 from kernelgen.kernels.gemm.requantize import Requantization
 from kernelgen.kernels.gemm.sm90 import (
     BLOCK_RECIPES,
@@ -46,12 +46,14 @@ from kernelgen.verdicts import Verdict, first_no
 
 # struct DenseSm90Params of dense_params.cuh.
 PARAMS = ParamStruct((
-    *((name, "ptr") for name in (*POINTERS, "out_scale", "ends", "rows")), *((name, "i64") for name in (
+    *((name, "ptr") for name in (*POINTERS, "out_scale", "ends", "rows", "row_of_slot", "slot_weights", "result", "done")),
+    *((name, "i64") for name in (
         "c_batch", "c_row", "out_batch", "out_row", "bias_batch", "scale_a_batch", "scale_b_batch", "out_scale_batch", "out_scale_row",
-        "out_scale_block")),
+        "out_scale_block", "slot_weight_row", "result_row")),
     *((name, "i32") for name in (
         "m", "n", "k", "tiles_m", "tiles_n", "tiles", "groups", "batched_a", "batched_b", "scale_a_row", "scale_a_block",
-        "scale_b_column", "scale_b_block", "scales_by_tma", "a_row")), *((name, "f32") for name in ("beta", "alpha", "limit")),
+        "scale_b_column", "scale_b_block", "scales_by_tma", "tokens", "slots",
+        "a_row")), *((name, "f32") for name in ("beta", "alpha", "limit")),
 ), tensor_maps=("map_a", "map_b", "map_out", "map_rest", "map_scales"))
 ENTRY = "gemm_dense_sm90"
 
@@ -59,6 +61,7 @@ _SLAB_BYTES = MMA_ROWS * ROW_BYTES
 # Accumulators that leave a consumer's 240, 232 or 160 registers room for addresses and the epilogue.
 _MAX_SUMS = {1: 200, 2: 200, 3: 112}
 _MAX_RESIDENT_SUMS = {1: 200, 2: 96}  # of two blocks in an SM: ptxas gives a thread 128 registers
+COMBINED_SLOTS = 8  # rows of a token that there are buffers for
 _RESERVED_SHARED_MEMORY = 1024  # per block, taken by the driver
 
 
@@ -67,7 +70,15 @@ def shared_memory(problem: GemmProblem, config: Config) -> int:
     p, c = problem, config
     slabs = c.consumers * c.slabs * _SLAB_BYTES if c.tma_out(p.gated) else 0
     stage = (c.block_m + c.block_n) * ROW_BYTES + _bytes_of_scales(p, c)
-    return max(c.stages * stage + slabs, _left_sums(p, c)) + round_up(2 * c.stages * 8, 128)
+    return max(c.stages * stage + slabs, _left_sums(p, c)) + round_up(2 * c.stages * 8, 128) + _bytes_of_combine(p, c)
+
+
+def _bytes_of_combine(problem: GemmProblem, config: Config) -> int:
+    """Buffers of the warps that add up rows: CombineRows::kBytes of combine_sm90.cuh."""
+    if not problem.combined:
+        return 0
+    warps, buffers, slots = 2, 3, COMBINED_SLOTS
+    return warps * round_up(buffers * (slots * (config.block_n * 2 + 8) + 8), 128)
 
 
 def _left_sums(problem: GemmProblem, config: Config) -> int:
@@ -155,6 +166,7 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
 
 _BYTES_PER_US = 4.4e6  # of an H200's memory
 _MIDDLE_ROWS = range(129, 1024)
+_UNMEASURED = 3.0  # how much longer steps are assumed to take that nobody timed with gathered rows
 _BEYOND = 1.4  # how much longer tiles take for the share of their rows that lies beyond the matrix, which the copy engine fills with zeros
 
 
@@ -165,6 +177,10 @@ def _in_middle(problem: GemmProblem) -> bool:
 def _measured(problem: GemmProblem) -> tuple[Measured, ...]:
     """Of the problem's kind."""
     kind = kind_of_sums(problem)
+    if problem.gathered and kind in GATHERED:  # others only where none of them is legal
+        known = {m.config for m in GATHERED[kind]}
+        others = (m for m in (*MEASURED[kind], *QUANTIZING.get(kind, ())) if m.config not in known)
+        return (*GATHERED[kind], *(m._replace(step=_UNMEASURED * m.step) for m in others))
     if problem.op == "grouped_gemm" and not quantizes(problem):
         return (*GROUPED.get(kind, ()), *MEASURED[kind])
     return (*(MIDDLE if _in_middle(problem) else MEASURED[kind]), *(QUANTIZING.get(kind, ()) if quantizes(problem) else ()))
@@ -276,13 +292,18 @@ def spec_of(problem: GemmProblem, target: Target, config: Config, entry: str, gr
     parameters = options(
         p, c.block_n // c.parts, mma_m=c.mma_m, consumers=c.consumers, block_n=c.block_n, parts=c.parts, stages=c.stages,
         cluster_m=c.cluster_m, cluster_n=c.cluster_n, split_k=c.split_k, resident=c.resident, band_rows=c.band_rows,
-        pingpong=c.pingpong, slabs=c.slabs, tma_out=c.tma_out(p.gated), quantize=quantizes(p), gather=p.gathered, row_boxes=c.row_boxes,
-        shared_memory=shared_memory(p, c),
+        pingpong=c.pingpong, slabs=c.slabs, tma_out=c.tma_out(p.gated), quantize=quantizes(p), gather=p.gathered,
+        **_combine_options(p), shared_memory=shared_memory(p, c),
         entry=entry, grouping=grouping)
     return KernelSpec.make(
         "_".join([entry, *words(p), *str(c).split()]), "gemm/dense_sm90.cu.jinja", "nvrtc", parameters,
         params=PARAMS, params_type="kernelgen::DenseSm90Params", entries=(entry,), target=target,
     )
+
+
+def _combine_options(p: Any) -> dict[str, Any]:
+    weight = p.weight_dtype if p.combined else None
+    return dict(combine=p.combined, weighted=weight is not None, weight_type=DTYPES[weight or "fp32"].cuda)
 
 
 def _maps(problem: GemmProblem, config: Config, t: Any, box_a: int) -> list[Any]:
@@ -292,8 +313,8 @@ def _maps(problem: GemmProblem, config: Config, t: Any, box_a: int) -> list[Any]
     boxes_b = max(c.cluster_m, 2 if splits(p) else 1)
     major_a, major_b = p.a_order == "row", p.b_order == "col"
     maps = []
-    if not p.gathered or c.row_boxes:
-        maps.append(tensor_map("map_a", "a", t.a if major_a else t.a.mT, (k, 1 if p.gathered else box_a) if major_a else (MMA_ROWS, k)))
+    if not p.gathered:
+        maps.append(tensor_map("map_a", "a", t.a if major_a else t.a.mT, (k, box_a) if major_a else (MMA_ROWS, k)))
     maps.append(tensor_map("map_b", "b", t.b.mT if major_b else t.b, (k, c.block_n // boxes_b) if major_b else (MMA_ROWS, k)))
     out_bytes = DTYPES[p.out_dtype].bytes
     if c.tma_out(p.gated):
@@ -328,15 +349,28 @@ def closure(problem: GemmProblem, config: Config, kernel: Any, tensors: Any, til
     tail = PARAMS.pack_scalars(scalars(p, t) | {
         "tiles_m": tiles_m, "tiles_n": tiles_n, "tiles": tiles, "groups": p.batch, "batched_a": int(t.a.shape[0] > 1),
         "scales_by_tma": int(by_tma), "a_row": t.a.stride(1) * DTYPES[p.a_dtype].bytes // 16 if p.gathered else 0,
+        **_combine_scalars(p, t),
         **dict(zip(("out_scale_batch", "out_scale_row", "out_scale_block"), t.out_scale.stride() if p.out_scale else (0, 0, 0)))})
     blank, pack, pointers = bytes(128 * len(PARAMS.tensor_maps)), PARAMS.pointer_packer.pack, addresses(p)
-    grouped, gathered, codes = p.op == "grouped_gemm", p.gathered, p.out_scale is not None
+    grouped, gathered, codes, combined = p.op == "grouped_gemm", p.gathered, p.out_scale is not None, p.combined
 
     def run(t: Any) -> None:
         launch(blank + pack(*pointers(t), t.out_scale.data_ptr() if codes else 0, t.ends.data_ptr() if grouped else 0,
-                            t.rows.data_ptr() if gathered else 0) + tail)
+                            t.rows.data_ptr() if gathered else 0, *(_combine_pointers(t.result) if combined else (0, 0, 0, 0))) + tail)
 
     return run
+
+
+def _combine_pointers(r: Any) -> tuple[int, ...]:
+    return r.row_of_slot.data_ptr(), 0 if r.weights is None else r.weights.data_ptr(), r.out.data_ptr(), r.done.data_ptr()
+
+
+def _combine_scalars(p: Any, t: Any) -> dict[str, int]:
+    if not p.combined:
+        return dict.fromkeys(("slot_weight_row", "result_row", "tokens", "slots"), 0)
+    weights = t.result.weights
+    return {"slot_weight_row": 0 if weights is None else weights.stride(0), "result_row": t.result.out.stride(0), "tokens": p.tokens,
+            "slots": p.slots}
 
 
 def _scales_fit_tma(problem: GemmProblem, t: Any) -> bool:
