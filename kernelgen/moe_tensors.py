@@ -32,8 +32,7 @@ class MoESort(NamedTuple):
 
 
 class SortTensors(NamedTuple):
-    """ids (T, k); expert_map (E_global) int32, contiguous, or None; ``first`` local id of a range; ``zeros`` int32, set to 0 beside
-    the sort (on a GPU), or None; the rest as in MoESort."""
+    """ids (T, k); expert_map (E_global) int32, contiguous, or None; ``first`` local id of a range; the rest as in MoESort."""
 
     ids: torch.Tensor
     offsets: torch.Tensor
@@ -41,7 +40,6 @@ class SortTensors(NamedTuple):
     row_of_slot: torch.Tensor
     expert_map: torch.Tensor | None = None
     first: int = 0
-    zeros: torch.Tensor | None = None
 
 
 class PermuteTensors(NamedTuple):

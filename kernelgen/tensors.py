@@ -169,15 +169,6 @@ class GemmTensors(NamedTuple):
     limit: float = 0.0
 
 
-class CombinedResult(NamedTuple):
-    """Sums (tokens, N), row_of_slot (tokens, k) int32 contiguous, weights (tokens, k) or None, zeros of int32, one for each 8 columns."""
-
-    out: torch.Tensor
-    row_of_slot: torch.Tensor
-    weights: torch.Tensor | None
-    done: torch.Tensor
-
-
 class GroupedGemmTensors(NamedTuple):
     """As GemmTensors, with E groups. ``ends`` (E) int32, contiguous: where groups end, or how many rows of each count.
 
@@ -190,8 +181,6 @@ class GroupedGemmTensors(NamedTuple):
 
     rows (T) int32: of a gathered problem, whose a and scale_a have other numbers of rows, the row of a for each row of the product;
     behind the last group any numbers.
-
-    result   of a combined problem
     """
 
     a: torch.Tensor
@@ -208,7 +197,6 @@ class GroupedGemmTensors(NamedTuple):
     alpha: float = 0.0
     limit: float = 0.0
     rows: torch.Tensor | None = None
-    result: CombinedResult | None = None
 
 
 class QuantizeTensors(NamedTuple):

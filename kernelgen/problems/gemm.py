@@ -63,7 +63,7 @@ class GemmProblem:
     zero_points: bool = False
 
     op = "gemm"
-    gathered = combined = False
+    gathered = False
 
     @property
     def outputs(self) -> int:
@@ -119,8 +119,8 @@ class GroupedGemmProblem(GemmProblem):
     op = "grouped_gemm"
 
     def __str__(self) -> str:
-        more = "gathered " if self.gathered else "combined " if self.combined else ""
-        return f"grouped_gemm[{self.grouping} {more}groups={self.batch} {self._words()}]"
+        gathered = "gathered " if self.gathered else ""
+        return f"grouped_gemm[{self.grouping} {gathered}groups={self.batch} {self._words()}]"
 
 
 @dataclass(frozen=True)
@@ -132,18 +132,3 @@ class GatheredGemmProblem(GroupedGemmProblem):
     tokens: int = 0
 
     gathered = True
-
-
-@dataclass(frozen=True)
-class CombinedGemmProblem(GroupedGemmProblem):
-    """Whose rows are then weighted and added up for each of ``tokens`` tokens with ``slots`` slots each, as MoeUnpermuteProblem has it. A
-    step of a composition, never a call of its own; grouping "rows".
-
-    weight_dtype   of the slots' weights, None without
-    """
-
-    tokens: int = 0
-    slots: int = 0
-    weight_dtype: str | None = None
-
-    combined = True

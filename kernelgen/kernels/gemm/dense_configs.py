@@ -124,10 +124,8 @@ QUANTIZING: dict[str, tuple[Measured, ...]] = {
 # Groups alone (H200, 2026-11-30, experts of Qwen3-30B and DeepSeek-V3 under random routing, docs/design/moe.md), so that a short K, which
 # nothing hides the epilogue of, does not decide for other products.
 GROUPED: dict[str, tuple[Measured, ...]] = {
-    "plain": (Measured(Config(2, 2, 192, 4, pingpong=True), 0.490, 0.1), Measured(Config(2, 2, 128, 6, pingpong=True), 0.338, 0.1),
-              Measured(Config(1, 2, 256, 3), 0.70, 1.6)),
-    "blocks": (Measured(Config(1, 2, 256, 4, parts=4, pingpong=True), 0.55, 0.5), Measured(Config(1, 2, 256, 4, parts=4), 0.86, 1.5),
-               Measured(Config(1, 2, 256, 3, parts=4), 0.87, 1.5)),
+    "plain": (Measured(Config(2, 2, 192, 4, pingpong=True), 0.490, 0.1), Measured(Config(2, 2, 128, 6, pingpong=True), 0.338, 0.1)),
+    "blocks": (Measured(Config(1, 2, 256, 4, parts=4, pingpong=True), 0.55, 0.5), Measured(Config(1, 2, 256, 4, parts=4), 0.86, 1.5)),
 }
 
 
@@ -136,7 +134,7 @@ GATHERED: dict[str, tuple[Measured, ...]] = {
     "plain": (Measured(Config(1, 2, 256, 4), 0.670, 1.6), Measured(Config(1, 2, 192, 4), 0.85, 1.2),
               Measured(Config(2, 2, 128, 5, pingpong=True), 0.62, 0.1), Measured(Config(1, 1, 128, 8), 0.25, 0.8),
               Measured(Config(1, 1, 64, 10), 0.22, 0.6)),
-    "blocks": (Measured(Config(1, 2, 256, 4, parts=4), 1.25, 1.4), Measured(Config(1, 1, 256, 5, parts=4), 0.55, 2.7)),
+    "blocks": (Measured(Config(1, 1, 256, 5, parts=4), 0.55, 2.7), Measured(Config(1, 2, 256, 4, parts=4), 1.25, 1.4)),
 }
 
 

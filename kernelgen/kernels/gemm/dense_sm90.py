@@ -46,14 +46,12 @@ from kernelgen.verdicts import Verdict, first_no
 
 # struct DenseSm90Params of dense_params.cuh.
 PARAMS = ParamStruct((
-    *((name, "ptr") for name in (*POINTERS, "out_scale", "ends", "rows", "row_of_slot", "slot_weights", "result", "done")),
-    *((name, "i64") for name in (
+    *((name, "ptr") for name in (*POINTERS, "out_scale", "ends", "rows")), *((name, "i64") for name in (
         "c_batch", "c_row", "out_batch", "out_row", "bias_batch", "scale_a_batch", "scale_b_batch", "out_scale_batch", "out_scale_row",
-        "out_scale_block", "slot_weight_row", "result_row")),
+        "out_scale_block")),
     *((name, "i32") for name in (
         "m", "n", "k", "tiles_m", "tiles_n", "tiles", "groups", "batched_a", "batched_b", "scale_a_row", "scale_a_block",
-        "scale_b_column", "scale_b_block", "scales_by_tma", "tokens", "slots",
-        "a_row")), *((name, "f32") for name in ("beta", "alpha", "limit")),
+        "scale_b_column", "scale_b_block", "scales_by_tma", "a_row")), *((name, "f32") for name in ("beta", "alpha", "limit")),
 ), tensor_maps=("map_a", "map_b", "map_out", "map_rest", "map_scales"))
 ENTRY = "gemm_dense_sm90"
 
@@ -61,7 +59,6 @@ _SLAB_BYTES = MMA_ROWS * ROW_BYTES
 # Accumulators that leave a consumer's 240, 232 or 160 registers room for addresses and the epilogue.
 _MAX_SUMS = {1: 200, 2: 200, 3: 112}
 _MAX_RESIDENT_SUMS = {1: 200, 2: 96}  # of two blocks in an SM: ptxas gives a thread 128 registers
-COMBINED_SLOTS = 8  # rows of a token that there are buffers for
 _RESERVED_SHARED_MEMORY = 1024  # per block, taken by the driver
 
 
@@ -70,15 +67,7 @@ def shared_memory(problem: GemmProblem, config: Config) -> int:
     p, c = problem, config
     slabs = c.consumers * c.slabs * _SLAB_BYTES if c.tma_out(p.gated) else 0
     stage = (c.block_m + c.block_n) * ROW_BYTES + _bytes_of_scales(p, c)
-    return max(c.stages * stage + slabs, _left_sums(p, c)) + round_up(2 * c.stages * 8, 128) + _bytes_of_combine(p, c)
-
-
-def _bytes_of_combine(problem: GemmProblem, config: Config) -> int:
-    """Buffers of the warps that add up rows: CombineRows::kBytes of combine_sm90.cuh."""
-    if not problem.combined:
-        return 0
-    warps, buffers, slots = 2, 3, COMBINED_SLOTS
-    return warps * round_up(buffers * (slots * (config.block_n * 2 + 8) + 8), 128)
+    return max(c.stages * stage + slabs, _left_sums(p, c)) + round_up(2 * c.stages * 8, 128)
 
 
 def _left_sums(problem: GemmProblem, config: Config) -> int:
@@ -293,17 +282,12 @@ def spec_of(problem: GemmProblem, target: Target, config: Config, entry: str, gr
         p, c.block_n // c.parts, mma_m=c.mma_m, consumers=c.consumers, block_n=c.block_n, parts=c.parts, stages=c.stages,
         cluster_m=c.cluster_m, cluster_n=c.cluster_n, split_k=c.split_k, resident=c.resident, band_rows=c.band_rows,
         pingpong=c.pingpong, slabs=c.slabs, tma_out=c.tma_out(p.gated), quantize=quantizes(p), gather=p.gathered,
-        **_combine_options(p), shared_memory=shared_memory(p, c),
+        shared_memory=shared_memory(p, c),
         entry=entry, grouping=grouping)
     return KernelSpec.make(
         "_".join([entry, *words(p), *str(c).split()]), "gemm/dense_sm90.cu.jinja", "nvrtc", parameters,
         params=PARAMS, params_type="kernelgen::DenseSm90Params", entries=(entry,), target=target,
     )
-
-
-def _combine_options(p: Any) -> dict[str, Any]:
-    weight = p.weight_dtype if p.combined else None
-    return dict(combine=p.combined, weighted=weight is not None, weight_type=DTYPES[weight or "fp32"].cuda)
 
 
 def _maps(problem: GemmProblem, config: Config, t: Any, box_a: int) -> list[Any]:
@@ -349,28 +333,15 @@ def closure(problem: GemmProblem, config: Config, kernel: Any, tensors: Any, til
     tail = PARAMS.pack_scalars(scalars(p, t) | {
         "tiles_m": tiles_m, "tiles_n": tiles_n, "tiles": tiles, "groups": p.batch, "batched_a": int(t.a.shape[0] > 1),
         "scales_by_tma": int(by_tma), "a_row": t.a.stride(1) * DTYPES[p.a_dtype].bytes // 16 if p.gathered else 0,
-        **_combine_scalars(p, t),
         **dict(zip(("out_scale_batch", "out_scale_row", "out_scale_block"), t.out_scale.stride() if p.out_scale else (0, 0, 0)))})
     blank, pack, pointers = bytes(128 * len(PARAMS.tensor_maps)), PARAMS.pointer_packer.pack, addresses(p)
-    grouped, gathered, codes, combined = p.op == "grouped_gemm", p.gathered, p.out_scale is not None, p.combined
+    grouped, gathered, codes = p.op == "grouped_gemm", p.gathered, p.out_scale is not None
 
     def run(t: Any) -> None:
         launch(blank + pack(*pointers(t), t.out_scale.data_ptr() if codes else 0, t.ends.data_ptr() if grouped else 0,
-                            t.rows.data_ptr() if gathered else 0, *(_combine_pointers(t.result) if combined else (0, 0, 0, 0))) + tail)
+                            t.rows.data_ptr() if gathered else 0) + tail)
 
     return run
-
-
-def _combine_pointers(r: Any) -> tuple[int, ...]:
-    return r.row_of_slot.data_ptr(), 0 if r.weights is None else r.weights.data_ptr(), r.out.data_ptr(), r.done.data_ptr()
-
-
-def _combine_scalars(p: Any, t: Any) -> dict[str, int]:
-    if not p.combined:
-        return dict.fromkeys(("slot_weight_row", "result_row", "tokens", "slots"), 0)
-    weights = t.result.weights
-    return {"slot_weight_row": 0 if weights is None else weights.stride(0), "result_row": t.result.out.stride(0), "tokens": p.tokens,
-            "slots": p.slots}
 
 
 def _scales_fit_tma(problem: GemmProblem, t: Any) -> bool:

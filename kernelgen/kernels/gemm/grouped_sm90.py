@@ -12,10 +12,10 @@ from typing import Any
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
 from kernelgen.kernels.gemm import dense_sm90
-from kernelgen.kernels.gemm.dense_sm90 import COMBINED_SLOTS, Config, closure, spec_of
+from kernelgen.kernels.gemm.dense_sm90 import Config, closure, spec_of
 from kernelgen.kernels.gemm.requantize import Requantization
 from kernelgen.kernels.gemm.sm90 import BLOCK_RECIPES, promotes, quantizes, requantized, round_up, supports_common, unquantized
-from kernelgen.problems.gemm import CombinedGemmProblem, GatheredGemmProblem, GroupedGemmProblem
+from kernelgen.problems.gemm import GatheredGemmProblem, GroupedGemmProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
 from kernelgen.tensors import GroupedGemmTensors
@@ -34,9 +34,6 @@ def supports(problem: GroupedGemmProblem, target: Target) -> Verdict:
         (p.grouping != "rows" or p.a_order == "row", "a has M contiguous: a group may begin at any row, TMA needs a multiple of 16 bytes"),
         (not p.gathered or p.grouping == "rows" and p.scales != "block_1x128" and p.weight_format is None,
          f"gathered rows of grouping {p.grouping} with scales={p.scales} are not in grouped_sm90"),
-        (not isinstance(p, CombinedGemmProblem) or p.grouping == "rows" and p.out_dtype in ("bf16", "fp16") and p.n % 8 == 0
-         and not p.gated and p.slots <= COMBINED_SLOTS and p.out_scale is None and p.weight_dtype in (None, "fp32", p.out_dtype),
-         f"sums over rows of {p.out_dtype}, {p.n} wide, are made of up to {COMBINED_SLOTS} slots, of 16 bits and multiples of 8 columns"),
         (not isinstance(p, GatheredGemmProblem) or p.tokens * max(p.k * DTYPES[p.a_dtype].bytes, 16) < 1 << 35,
          "gathered rows begin beyond 32 GB"),
         (p.grouping != "k" or p.scales not in BLOCK_RECIPES, f"groups of k may begin within a block of scales={p.scales}"),
@@ -47,9 +44,7 @@ def legal(problem: GroupedGemmProblem, target: Target, config: Config) -> Verdic
     """Does the config fit the problem and the target?"""
     c = config
     return dense_sm90.legal(problem, target, config) and first_no(
-        (not problem.gathered or c.block_m <= 128 and c.stages >= 3,
-         f"config {c}: lanes that gather have registers for 128 rows, and announce a stage when they fill the next"),
-        (not problem.combined or c.block_n <= 256 and c.tma_out(problem.gated), f"config {c}: rows are added up as they leave in slabs"),
+        (not problem.gathered or c.block_m <= 128, f"config {c}: lanes that gather have registers for 128 rows"),
         (c.blocks == 1, f"config {c}: neighbouring tiles of groups share nothing to multicast, and K of each may differ"),
         # Two tiles' addresses and groups beside the sums: 92 - 336 bytes spilled with an epilogue.
         (not c.pingpong or c.mma_m * c.block_n <= 256 or not (problem.activation or problem.bias or problem.accumulate_c),
@@ -85,7 +80,7 @@ def _requantization(p: GroupedGemmProblem, target: Target) -> Requantization | N
 def spec(problem: GroupedGemmProblem, target: Target, config: Config) -> KernelSpec:
     """The specialisation: grouping, dtypes, orders, epilogue and config; no extents."""
     p, quantize = problem, _requantization(problem, target)
-    entry = f"{ENTRY}_{'gathered' if p.gathered else 'combined' if p.combined else p.grouping}"
+    entry = f"{ENTRY}_{'gathered' if p.gathered else p.grouping}"
     made = spec_of(unquantized(p) if quantize else p, target, config, entry, GROUPINGS[p.grouping])
     return requantized(made, quantize) if quantize else made
 
@@ -133,9 +128,6 @@ def coverage() -> Iterable[tuple[GroupedGemmProblem, Config | None]]:
                             (fp8, Config(1, 2, 128, 5)), (quantized, Config(1, 2, 256, 3, parts=4, slabs=4)),
                             (replace(fp8, scales="row"), Config(1, 1, 128, 8))):
         yield GatheredGemmProblem(**vars(problem), tokens=512), config
-    for problem, config, weight in ((base, Config(2, 2, 192, 4, pingpong=True), "fp32"), (base, Config(2, 2, 128, 5, pingpong=True), None),
-                                    (fp8, Config(1, 2, 256, 4, parts=4, pingpong=True), "bf16"), (fp8, Config(1, 2, 128, 5), "fp32")):
-        yield CombinedGemmProblem(**vars(problem), tokens=512, slots=8, weight_dtype=weight), config
 
 
 FAMILY = KernelFamily(

@@ -8,8 +8,7 @@
     quantize_hidden  the activation's result to fp8, where the experts are; up writes the codes itself where it can (``writes_codes``)
     down             by w2, bias in the epilogue, into the memory that the rows of x had
     shared_up, shared_down   the shared expert, as products of all tokens
-    unpermute        each token's rows, weighted and added in the order of its slots, the shared expert last; down does it itself, column by
-                     column, where tokens are many (``combines``)
+    unpermute        each token's rows, weighted and added in the order of its slots, the shared expert last
 
 Nothing waits for the device: the products take the groups' sizes from the sort's offsets. Rows behind the last expert's are
 never written or read (on the CPU quantize_hidden reads them, whatever they are).
@@ -26,17 +25,17 @@ import torch
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import Composition
 from kernelgen.moe_tensors import MoeTensors, PermuteTensors, SortTensors, UnpermuteTensors
-from kernelgen.problems.gemm import CombinedGemmProblem, GatheredGemmProblem, GemmProblem, GroupedGemmProblem
+from kernelgen.problems.gemm import GatheredGemmProblem, GemmProblem, GroupedGemmProblem
 from kernelgen.problems.moe import MoePermuteProblem, MoeProblem, MoeSortProblem, MoeUnpermuteProblem, PackedForm
 from kernelgen.problems.quantize import LimitedQuantizeProblem, QuantizeProblem
 from kernelgen.reference.activation import OAI_ALPHA, OAI_LIMIT
 from kernelgen.targets import Target
-from kernelgen.tensors import CombinedResult, GemmTensors, GroupedGemmTensors, QuantizeTensors
+from kernelgen.tensors import GemmTensors, GroupedGemmTensors, QuantizeTensors
 from kernelgen.verdicts import Verdict, first_no
 
 _FP8, _HALVES = ("e4m3", "e5m2"), ("bf16", "fp16")
 _SMS = 132  # of an H200, where a target does not say
-_MANY_TOKENS = 1024  # from which on the second product adds up the rows
+_GATHERED_COLUMNS = 1024  # of w13, up to which fp8 rows are gathered
 Prepare = Callable[[str, Any], Callable[[Any], Any]]
 
 
@@ -101,28 +100,18 @@ def _product(p: MoeProblem, index: int) -> GroupedGemmProblem:
 
 
 def _first_product(p: MoeProblem, target: Target) -> GroupedGemmProblem:
-    """Up, whose rows are tokens by their numbers where it can gather them: on Hopper, unless weights multiply each copy."""
-    up = _product(p, 0)
-    if p.weights_on_input or target.kind != "cuda" or target.capability != 90:
+    """Up, whose rows are tokens by their numbers where it gathers them: on Hopper, unless weights multiply each copy. Copies of fp8 cost
+    little, and gathering them again for each tile of columns more (4,096 tokens: DeepSeek-V3's 512 columns 366 us instead of
+    350 + 101 for the copies, Qwen3-30B's 1,536 322 instead of 274 + 28; H200, 2026-11-30)."""
+    up, recipe = _product(p, 0), _recipes(p)[0]
+    few = recipe == "" or recipe == "block_1x128" and p.wide <= _GATHERED_COLUMNS
+    if p.weights_on_input or not few or target.kind != "cuda" or target.capability != 90:
         return up
     from kernelgen.kernels.gemm import grouped_sm90
 
     gathered = GatheredGemmProblem(**vars(up), tokens=p.tokens)
     runs = grouped_sm90.supports(gathered, target) and any(grouped_sm90.candidates(gathered, target))
     return gathered if runs else up
-
-
-def _second_product(p: MoeProblem, target: Target) -> GroupedGemmProblem:
-    """Down, which adds up the rows itself where it can: on Hopper, of many tokens, without a shared expert."""
-    down = _product(p, 1)
-    if p.shared is not None or p.tokens < _MANY_TOKENS or target.kind != "cuda" or target.capability != 90 or p.out_dtype != p.x_dtype:
-        return down
-    from kernelgen.kernels.gemm import grouped_sm90
-
-    combined = CombinedGemmProblem(
-        **vars(down), tokens=p.tokens, slots=p.k, weight_dtype=None if p.weights_on_input else p.slot_dtype)
-    runs = grouped_sm90.supports(combined, target) and any(grouped_sm90.candidates(combined, target))
-    return combined if runs else down
 
 
 def _codes(up: GroupedGemmProblem, p: MoeProblem) -> GroupedGemmProblem:
@@ -185,10 +174,7 @@ def steps(problem: MoeProblem, target: Target) -> tuple[tuple[str, Any], ...]:
             made.append(("quantize_hidden", LimitedQuantizeProblem(
                 1, p.slots, p.intermediate, p.x_dtype, p.weight_dtype, recipe_hidden,
                 alignment=_row_alignment(p, (p.intermediate, p.x_dtype), (p.intermediate, p.weight_dtype)))))
-        down = _second_product(p, target)
-        made.append(("down", down))
-        if down.combined:
-            return tuple(made)
+        made.append(("down", _product(p, 1)))
     if p.shared is not None:
         made += [("shared_up", _shared(p, 0)), ("shared_down", _shared(p, 1))]
     made.append(("unpermute", MoeUnpermuteProblem(
@@ -246,18 +232,16 @@ class _Workspace:
         self.dtype = DTYPES[p.x_dtype].torch
         self.code = DTYPES[p.weight_dtype].torch if self.recipe_x else None
 
-    def sort(self, run: bool) -> tuple[torch.Tensor, Any, Any, Any, Any]:
-        """(memory, which must live as long as the rest; offsets, token_of_row, row_of_slot, counters of columns)."""
+    def sort(self, run: bool) -> tuple[torch.Tensor, Any, Any, Any]:
+        """(memory, which must live as long as the rest; offsets, token_of_row, row_of_slot)."""
         p = self.p
-        counters = -(-p.hidden // 8)
-        whole = torch.empty(p.experts + 2 * p.slots + counters, dtype=torch.int32, device=self.device)
+        whole = torch.empty(p.experts + 2 * p.slots, dtype=torch.int32, device=self.device)
         if not run:
-            offsets, rows, slots, zeros = whole.split((p.experts, p.slots, p.slots, counters))
-            return whole, offsets, rows, slots.view(p.tokens, p.k), zeros
+            offsets, rows, slots = whole.split((p.experts, p.slots, p.slots))
+            return whole, offsets, rows, slots.view(p.tokens, p.k)
         first = whole.data_ptr()
         behind = first + 4 * p.experts
-        rows, slots, zeros = (_Address(behind + 4 * n * p.slots, whole) for n in range(3))
-        return whole, _Address(first, whole), rows, slots, zeros
+        return whole, _Address(first, whole), _Address(behind, whole), _Address(behind + 4 * p.slots, whole)
 
     def rows(self, width: int) -> torch.Tensor:
         return torch.empty((1, self.p.slots, width), dtype=self.dtype, device=self.device)
@@ -293,9 +277,7 @@ def bind(problem: MoeProblem, names: Sequence[str], prepare: Prepare, tensors: M
         addend = None if shared is None else shared(t, run)
         return UnpermuteTensors(rows if run else rows[0], slots, t.out, None if p.weights_on_input else t.weights, addend), memory
 
-    last = until_last(tensors, run=False)[0]
-    combine = prepare("unpermute", last) if "unpermute" in names else lambda t: None
-    del last  # a closure that keeps tensors would keep a graph's memory
+    combine = prepare("unpermute", until_last(tensors, run=False)[0])
 
     def run(t: MoeTensors) -> None:
         last, memory = until_last(t, run=True)
@@ -346,7 +328,6 @@ def _bind_routed(
     first, second = _Weight(p, 0), _Weight(p, 1)
     bound: dict[str, Callable[[Any], Any]] = {}
     codes_of_up, gathered = bool(work.recipe_hidden) and "quantize_hidden" not in names, "permute" not in names
-    combined = "unpermute" not in names
 
     def call(name: str, tensors: Any, run: bool) -> None:
         """Bind a step by its first tensors, or run it."""
@@ -358,13 +339,13 @@ def _bind_routed(
     def experts(t: MoeTensors, run: bool) -> tuple[torch.Tensor, Any, torch.Tensor]:
         w13, scale13, zero13 = (first.again if run else first.sample)(t.w13, t.scale13)
         w2, scale2, zero2 = (second.again if run else second.sample)(t.w2, t.scale2)
-        memory, offsets, token_of_row, row_of_slot, zeros = work.sort(run)
+        memory, offsets, token_of_row, row_of_slot = work.sort(run)
         rows, rows_scale = t.x if run else t.x.unsqueeze(0), None
         if work.recipe_x:
             codes, rows_scale = work.quantized(p.tokens, p.hidden, work.recipe_x, run, gathered)
             call("quantize_x", QuantizeTensors(rows, codes, rows_scale), run)
             rows = codes
-        call("sort", SortTensors(t.ids, offsets, token_of_row, row_of_slot, t.table, t.first, zeros if combined else None), run)
+        call("sort", SortTensors(t.ids, offsets, token_of_row, row_of_slot, t.table, t.first), run)
         if not gathered:
             x, scale_x = (rows, rows_scale) if run else (rows[0], None if rows_scale is None else rows_scale[0])
             rows, rows_scale = work.quantized(p.slots, p.hidden, work.recipe_x, run) if work.recipe_x else (work.rows(p.hidden), None)
@@ -380,9 +361,7 @@ def _bind_routed(
             call("quantize_hidden", QuantizeTensors(hidden, codes, scale_hidden, used), run)
             hidden = codes
         made = work.rows(p.hidden) if work.recipe_x or gathered else rows  # copies of x are no longer needed
-        result = CombinedResult(t.out, row_of_slot, None if p.weights_on_input else t.weights, zeros) if combined else None
-        call("down", GroupedGemmTensors(hidden, w2, made, offsets, t.bias2, None, 1.0, scale_hidden, scale2, zero2,
-                                        result=result), run)
+        call("down", GroupedGemmTensors(hidden, w2, made, offsets, t.bias2, None, 1.0, scale_hidden, scale2, zero2), run)
         return made, row_of_slot, memory
 
     return experts

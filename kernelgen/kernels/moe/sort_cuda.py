@@ -20,8 +20,7 @@ from kernelgen.verdicts import Verdict, first_no
 # struct MoeSortParams of the header.
 PARAMS = ParamStruct((
     ("ids", "ptr"), ("expert_map", "ptr"), ("offsets", "ptr"), ("token_of_row", "ptr"), ("row_of_slot", "ptr"), ("block_counts", "ptr"),
-    ("zeros", "ptr"), ("ids_row", "i64"), ("first", "i64"), ("slots", "i32"), ("k", "i32"), ("experts", "i32"), ("mapped", "i32"),
-    ("zero_count", "i32"), ("chunk", "i32"),
+    ("ids_row", "i64"), ("first", "i64"), ("slots", "i32"), ("k", "i32"), ("experts", "i32"), ("mapped", "i32"), ("chunk", "i32"),
     ("blocks", "i32"),
 ))
 ENTRY, COUNT = "moe_sort_cuda", "moe_sort_count"
@@ -108,15 +107,13 @@ def bind(problem: MoeSortProblem, config: Config, kernel: Any, tensors: SortTens
     count = kernel.entry(COUNT, PARAMS).prepare(index, **shape) if blocks > 1 else None
     tail = PARAMS.pack_scalars({
         "ids_row": t.ids.stride(0), "first": t.first, "slots": p.slots, "k": p.k, "experts": p.experts,
-        "mapped": 0 if t.expert_map is None else t.expert_map.shape[0],
-        "zero_count": 0 if t.zeros is None else t.zeros.shape[0], "chunk": chunk, "blocks": blocks})
+        "mapped": 0 if t.expert_map is None else t.expert_map.shape[0], "chunk": chunk, "blocks": blocks})
     pack = PARAMS.pointer_packer.pack
 
     def run(t: SortTensors) -> None:
         counts = None if count is None else torch.empty(blocks * p.experts, dtype=torch.int32, device=device)
         params = pack(t.ids.data_ptr(), 0 if t.expert_map is None else t.expert_map.data_ptr(), t.offsets.data_ptr(),
-                      t.token_of_row.data_ptr(), t.row_of_slot.data_ptr(), 0 if counts is None else counts.data_ptr(),
-                      0 if t.zeros is None else t.zeros.data_ptr()) + tail
+                      t.token_of_row.data_ptr(), t.row_of_slot.data_ptr(), 0 if counts is None else counts.data_ptr()) + tail
         if count is not None:
             count(params)
         place(params)

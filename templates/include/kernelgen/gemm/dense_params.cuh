@@ -20,13 +20,8 @@ struct DenseSm90Params {
   float* out_scale;      // out of codes: (m, outputs / 128)
   const int32_t* ends;   // grouped: where groups end, or masked: how many rows of each exist
   const int32_t* rows;   // gathered: the row of a for each row of the product
-  // Combined: (tokens, slots) rows of out, -1 where there is none, and their weights; (tokens, n) sums; tiles of each column that are stored.
-  const int32_t* row_of_slot;
-  const void* slot_weights;
-  void* result;
-  int32_t* done;
   int64_t c_batch, c_row, out_batch, out_row, bias_batch, scale_a_batch, scale_b_batch;
-  int64_t out_scale_batch, out_scale_row, out_scale_block, slot_weight_row, result_row;
+  int64_t out_scale_batch, out_scale_row, out_scale_block;
   int32_t m, n, k;           // n of b: twice the outputs of a gated activation
   int32_t tiles_m, tiles_n;  // in clusters
   int32_t tiles;             // of all batch entries; with groups of rows nobody knows
@@ -34,7 +29,6 @@ struct DenseSm90Params {
   int32_t batched_a, batched_b;                                         // 0: one for all
   int32_t scale_a_row, scale_a_block, scale_b_column, scale_b_block;  // strides: 0 for one scale
   int32_t scales_by_tma;                                              // map_scales exists
-  int32_t tokens, slots;                                              // combined
   int32_t a_row;                                                      // gathered: between rows of a, in units of 16 bytes
   float beta, alpha, limit;                                           // alpha, limit: of activations that have them
 };

@@ -23,11 +23,10 @@
 // gemm/grouped_sm90 is the same kernel with other tiles (tiles_sm90.cuh). Of a only the boxes with rows of the group are loaded; what
 // lies in the rest of the stage is multiplied, and not stored. A group of k may begin and end inside a stage: there the consumers
 // clear what is not its own, in a and in b, as 0 * NaN would be NaN. With kGather rows of a lie anywhere, and two more warps of the
-// copying warpgroup bring them (gathered_rows_sm90.cuh). With kCombine such warps add up rows of the output instead (combine_sm90.cuh).
+// copying warpgroup bring them (gathered_rows_sm90.cuh).
 #pragma once
 
 #include <kernelgen/gemm/block_scales_sm90.cuh>
-#include <kernelgen/gemm/combine_sm90.cuh>
 #include <kernelgen/gemm/dense_epilogue.cuh>
 #include <kernelgen/gemm/dense_params.cuh>
 #include <kernelgen/gemm/gathered_rows_sm90.cuh>
@@ -43,7 +42,7 @@ namespace kernelgen {
 // `Options` is the rendered file's struct of compile-time constants: Element (of a, b), Out, Bias, C; kMmaM, kConsumers, kBlockN, kParts,
 // kStages, kSlabs, kClusterM, kClusterN, kSplitK, kResident (blocks of an SM), kBandRows, kPingpong; kRowA, kRowB (row order); kTmaOut
 // (out goes through shared memory); kBias, kActivation, kGate, kClamped, kAccumulate, kQuantize (out are codes, with a scale for 128 of a
-// row), kScales, kPromote, kBlockScales, kScaleColumns (of b, that share a scale of blocks), kGrouping, kGather, kCombine, kWeighted, Weight
+// row), kScales, kPromote, kBlockScales, kScaleColumns (of b, that share a scale of blocks), kGrouping, kGather
 template <class Options>
 struct DenseSm90 : Options {
   using T = typename Options::Element;
@@ -90,12 +89,7 @@ struct DenseSm90 : Options {
   using Scales = typename scales_of_blocks<Options, Epilogue, kBlockM, Options::kBlockScales>::type;
   static constexpr bool kGather = Options::kGather;
   static_assert(!kGather || (kRowGroups && kMajorKA && kBlockM <= 128), "what is gathered are rows, of which a lane has registers for 128");
-  static constexpr bool kCombine = Options::kCombine;
-  static_assert(!kCombine || (kGrouping == Grouping::kRows && !kGather), "what is combined are rows of groups, by warps that do not gather");
-  using Combine = CombineRows<conditional_t<kCombine, typename Options::Out, bf16>, typename Options::Weight, kCombine ? kOutputs : 8,
-                              Options::kWeighted>;
   using Rows = GatheredRows<kGather ? kBlockM : 16>;
-  static constexpr int kBehind = kStages > 3 ? 2 : 1;  // stages that gathering threads fill while one behind is not yet announced
   using Ring = Pipeline<kStages, kPingpong ? 4 : 4 * kConsumers, kSharing, 1 + Scales::kFillers + (kGather ? Rows::kFillers : 0)>;
 
   // Registers: 65,536 / 128 = 512 for the warpgroups of an SM together; the producer's addresses need few.
@@ -108,8 +102,7 @@ struct DenseSm90 : Options {
   static constexpr int kScalesAt = kStoreAt + kConsumers * Epilogue::kStoreBytes;
   static constexpr int kRingBytes = kScalesAt + kStages * Scales::kBytes;
   static constexpr int kBarriersAt = kSplitK == 1 ? kRingBytes : max_of(kRingBytes, Shares::kBytes);  // the sums lie where operands lay
-  static constexpr int kCombineAt = kBarriersAt + round_up(Ring::kBytes, 128);
-  static constexpr int kSharedBytes = kCombineAt + (kCombine ? Combine::kBytes : 0);
+  static constexpr int kSharedBytes = kBarriersAt + round_up(Ring::kBytes, 128);
 
   // A box: what one TMA instruction brings of an operand. Groups of few rows need few boxes of a.
   static constexpr int kBoxA = !kMajorKA ? TileA::kRowElements : kRowGroups ? min_of(kBlockM, 32) : kBlockM / kClusterN;
@@ -175,31 +168,23 @@ struct DenseSm90 : Options {
   // By two more warps, where rows of a are gathered.
   __device__ static void produce_rows(const DenseSm90Params& p, const Ring& ring, uint32_t shared, Tiles tiles, int index, int step,
                                       int warp) {
-    typename Ring::Position at, announced;
-    int filled = 0;  // stages that are not announced
+    typename Ring::Position at;
     OutputTile tile;
     Rows rows;
-    const auto announce = [&] {
-      tma_store_fence();
-      barrier_arrive(ring.full(announced.stage));
-      announced.advance();
-    };
     for (; tiles.find(p, index, tile); index += step) {
       rows.find(p, tile, warp);
       for (int k = tile.k_first; k < tile.k_end; k += kDepth, at.advance()) {
         ring.wait_empty(at);
         rows.copy(shared + at.stage * kStageBytes, p, k * static_cast<int>(sizeof(T)), p.k * static_cast<int>(sizeof(T)), warp);
-        cp_async_commit();
-        if (filled == kBehind) {
-          cp_async_wait<kBehind>();
-          announce();
-        } else {
-          ++filled;
-        }
+        cp_async_arrive(ring.full(at.stage));
       }
     }
-    cp_async_wait<0>();
-    for (; filled > 0; --filled) announce();
+  }
+
+  // The stage's operands are there, for the tensor core too.
+  __device__ static void wait_operands(const Ring& ring, const typename Ring::Position& at) {
+    ring.wait_full(at);
+    if constexpr (kGather) tma_store_fence();
   }
 
   __device__ static uint32_t scales_of(uint32_t shared, int stage) { return shared + kScalesAt + stage * Scales::kBytes; }
@@ -289,7 +274,7 @@ struct DenseSm90 : Options {
     int unread = -1;  // the stage whose products may be in flight
     for (int k = tile.k_first; k < tile.k_end; k += kDepth) {
       const uint32_t stage = shared + at.stage * kStageBytes;
-      ring.wait_full(at);
+      wait_operands(ring, at);
       clear_others(p, tile, stage, k);
       multiply(sums, stage, first_row, unread >= 0);
       if (unread >= 0) {
@@ -329,7 +314,7 @@ struct DenseSm90 : Options {
   __device__ static void begin_step(float (&sums)[kColumns / 2], typename Scales::Step& step, const DenseSm90Params& p, const Ring& ring,
                                     uint32_t shared, const OutputTile& tile, const typename Ring::Position& at, int first_row, int k) {
     const uint32_t stage = shared + at.stage * kStageBytes;
-    ring.wait_full(at);
+    wait_operands(ring, at);
     clear_others(p, tile, stage, k);
     multiply_unit(sums, stage, first_row, 0);
     Scales::load(step, scales_of(shared, at.stage), p, tile, first_row);
@@ -407,16 +392,6 @@ struct DenseSm90 : Options {
     }
   }
 
-  // The tile before is stored: by now, mostly, so that nobody waits.
-  __device__ static void count_stored(const DenseSm90Params& p, int column, int group) {
-    if (column < 0) return;
-    named_barrier_sync(1 + group, kWarpgroupThreads);  // all threads' own stores are done
-    if (threadIdx.x % kWarpgroupThreads != 0) return;
-    tma_store_wait_written();
-    tma_load_fence();
-    count_release(p.done + column);
-  }
-
   __device__ static void consume(const DenseSm90Params& p, const Ring& ring, uint32_t shared, Tiles tiles, int index, int step,
                                  int group, int share) {
     const int first_row = kPingpong ? 0 : group * kRows;
@@ -428,14 +403,12 @@ struct DenseSm90 : Options {
     }
     if (kPingpong) step *= 2;
     Epilogue epilogue{shared + kStoreAt + group * Epilogue::kStoreBytes, group};
-    int stored = -1;  // kCombine: the column of the tile that was stored last, and is not yet counted
     Sums sums;
     OutputTile tile;
     for (; tiles.find(p, index, tile); index += step) {
       if constexpr (kPingpong) named_barrier_sync(kTurn + group, 2 * kWarpgroupThreads);
       if (kRowGroups && tile.m + first_row >= tile.row_end) {
         pass(ring, tile, at);
-        if (kCombine && threadIdx.x % kWarpgroupThreads == 0) count_release(p.done + tile.n / kOutputs);
         continue;
       }
       if constexpr (kPromote) {
@@ -450,16 +423,10 @@ struct DenseSm90 : Options {
         Shares::finish(sums, p, tile, shared, group, tile.m + first_row, share);
         return;  // as the grid has it, too; said here, the sums are not kept for a next tile
       } else {
-        if constexpr (kCombine) count_stored(p, stored, group);
         epilogue.run(p, tile, sums, tile.m + first_row);
-        if constexpr (kCombine) {
-          if (tile.m + first_row + kRows > tile.row_end) __threadfence();  // rows that threads stored are seen by who sees the count
-          stored = tile.n / kOutputs;
-        }
       }
     }
     epilogue.finish();
-    if constexpr (kCombine) count_stored(p, stored, group);
   }
 
   __device__ static Tiles first_tiles(int rank_m, int rank_n, int share) {
@@ -477,9 +444,6 @@ struct DenseSm90 : Options {
     const int warp = warp_id(), group = warp / 4;
     if (threadIdx.x == 0) {
       ring.init();
-      if constexpr (kCombine) {
-        for (int i = 0; i < Combine::kWarps; ++i) Combine{shared + kCombineAt + i * Combine::kWarpBytes}.init();
-      }
       barrier_init_fence();
     }
     if (threadIdx.x == 32) {
@@ -505,12 +469,6 @@ struct DenseSm90 : Options {
       }
       if constexpr (kGather) {
         if (warp >= 4 * kConsumers + 2) produce_rows(p, ring, shared, tiles, cluster, clusters, warp - 4 * kConsumers - 2);
-      }
-      if constexpr (kCombine) {
-        if (warp >= 4 * kConsumers + 2) {
-          const int own = warp - 4 * kConsumers - 2;
-          Combine{shared + kCombineAt + own * Combine::kWarpBytes}.run(p, own, Tiles::count(p) * (kPingpong ? 1 : kConsumers));
-        }
       }
       if constexpr (kSplitK > 1) cluster_sync();  // the consumers' sums are there: all threads of the cluster pass its barrier
     } else {

@@ -1,9 +1,9 @@
 // Rows of a that lie anywhere, into the stages of gemm/grouped_sm90: p.rows names the row of a for each row of the product.
 //
 // The copy engine has no gather on Hopper, and takes 9 ns for a box of one row. Two warps beside the one that starts its copies bring the
-// rows by cp.async, 16 bytes a lane and four rows an instruction, to where the engine would have put them. These are writes of the
-// generic proxy: a thread fences before it arrives at the stage's full barrier, some stages behind the one that it fills (kBehind).
-// (A fence by the consumers, who would have to do it between products, makes promoted ones a quarter slower.)
+// rows by cp.async, 16 bytes a lane and four rows an instruction, to where the engine would have put them; each thread's arrival at the
+// stage's full barrier comes when its copies are done. They are writes of the generic proxy, so that the consumers fence before the tensor
+// core reads them. (A fence by the warps that copy, two stages behind, made 256 x 128 rows of 7168 in fp8 blocks 10 % slower.)
 #pragma once
 
 #include <kernelgen/cuda/cp_async.cuh>

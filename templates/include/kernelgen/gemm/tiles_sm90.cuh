@@ -4,8 +4,7 @@
 //
 // All lanes of a warp call find() together, with indices that never fall. With groups of rows the number of tiles is known on the
 // device alone: they are counted over the groups one behind the other, 32 groups at a time, and a warp only comes back to the
-// groups in which it found the tile before. Ends that fall or leave the matrix are cut off. With kCombine columns of tiles are walked one
-// after the other, through all groups.
+// groups in which it found the tile before. Ends that fall or leave the matrix are cut off.
 #pragma once
 
 #include <kernelgen/cuda/warp.cuh>
@@ -83,7 +82,7 @@ struct RowGroupTiles {
     for (; window < p.groups; window += kWarpSize) {
       const int mine = window + lane_id();
       const GroupRange range = mine < p.groups ? group_range<kGrouping>(p, mine) : GroupRange{0, 0};
-      const int own = tiles_of(range.end - range.begin) * (Product::kCombine ? 1 : p.tiles_n);
+      const int own = tiles_of(range.end - range.begin) * p.tiles_n;
       const int through = warp_inclusive_scan(own);
       const int total = __shfl_sync(kFullWarp, through, kWarpSize - 1);
       if (index - before_window < total) {
@@ -100,36 +99,9 @@ struct RowGroupTiles {
     return false;
   }
 
-  // Tiles of all groups along M.
-  __device__ static int count(const DenseSm90Params& p) {
-    int sum = 0;
-    for (int at = lane_id(); at < p.groups; at += kWarpSize) {
-      const GroupRange range = group_range<kGrouping>(p, at);
-      sum += tiles_of(range.end - range.begin);
-    }
-    return __reduce_add_sync(kFullWarp, sum);
-  }
-
-  int total = -1, column = 0;  // kCombine: tiles of a column; the one of the tile found last
-
-  // The tile's place in its column; -1 behind the last one.
-  __device__ int in_column(const DenseSm90Params& p, int index) {
-    if (total < 0) total = count(p);
-    const int at = total > 0 ? index / total : p.tiles_n;
-    if (at >= p.tiles_n) return -1;
-    if (at != column) window = before_window = first = tiles = 0;
-    column = at;
-    return index - at * total;
-  }
-
   __device__ bool find(const DenseSm90Params& p, int index, OutputTile& tile) {
-    if constexpr (Product::kCombine) {
-      index = in_column(p, index);
-      if (index < 0) return false;
-    }
     if (index >= first + tiles && !find_group(p, index)) return false;
-    TilePosition at{index - first, column, 0};
-    if constexpr (!Product::kCombine) at = TileWalk<Product::kBandRows>{tiles_of(rows), p.tiles_n, tiles}.at(index - first);
+    const TilePosition at = TileWalk<Product::kBandRows>{tiles_of(rows), p.tiles_n, tiles}.at(index - first);
     tile.m = begin + at.m * Product::kBlockM;
     tile.n = at.n * Product::kOutputs;
     tile.row_end = begin + rows;

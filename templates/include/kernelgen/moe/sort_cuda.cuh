@@ -22,11 +22,9 @@ struct MoeSortParams {
   int32_t* token_of_row;      // (slots)
   int32_t* row_of_slot;       // (slots)
   int32_t* block_counts;      // (blocks, experts), null with one block
-  int32_t* zeros;             // (zero_count) that whoever comes next counts in, null without
   int64_t ids_row;            // elements between tokens
   int64_t first;              // of a range of local ids
   int32_t slots, k, experts, mapped;
-  int32_t zero_count;
   int32_t chunk, blocks;  // slots of a block, a multiple of 32 kWarps
 };
 
@@ -137,9 +135,6 @@ struct MoeSortCuda {
     extern __shared__ __align__(128) unsigned char shared_memory[];
     join_previous_kernel();
     const Shared shared(shared_memory, p.experts);
-    if (p.zeros && blockIdx.x == 0) {
-      for (int i = threadIdx.x; i < p.zero_count; i += kThreads) p.zeros[i] = 0;
-    }
     int* mine = count_block(p, shared);
     add_up(p, shared);
     walk(p, mine, [&](int slot, int expert, int before) {

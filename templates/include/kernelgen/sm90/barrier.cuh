@@ -76,15 +76,6 @@ __device__ inline void named_barrier_arrive(int id, int threads) {
   asm volatile("barrier.cta.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Counting in global memory, across blocks: what the counting thread has done or seen before is seen by who reads the count.
-__device__ inline void count_release(int* counter) { asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory"); }
-
-__device__ inline int load_acquire(const int* counter) {
-  int count;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
-  return count;
-}
-
 __device__ inline uint32_t cluster_rank() {
   uint32_t rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));

@@ -36,13 +36,6 @@ __device__ inline void tma_load_multicast(uint32_t target, const TensorMap& map,
       : "memory");
 }
 
-// `bytes` (a multiple of 16, at multiples of 16) from global to shared memory; `barrier` gets them.
-__device__ inline void bulk_load(uint32_t target, const void* source, int bytes, uint32_t barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target), "l"(source),
-               "r"(bytes), "r"(barrier)
-               : "memory");
-}
-
 // Shared to global. Coordinates must not be negative (illegal instruction, H200), and of a row that does not end at a multiple of 16
 // bytes what is left of those is written too. The writes of the threads come first: tma_store_fence by each of them, then a barrier, then this.
 __device__ inline void tma_store(const TensorMap& map, uint32_t source, int column, int row, int batch) {
@@ -54,9 +47,6 @@ __device__ inline void tma_store(const TensorMap& map, uint32_t source, int colu
 // Orders a thread's writes to shared memory before what the copy engine reads.
 __device__ inline void tma_store_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// What other threads wrote, and this one has seen, comes before what it lets the copy engine read: of all memory.
-__device__ inline void tma_load_fence() { asm volatile("fence.proxy.async;" ::: "memory"); }
-
 __device__ inline void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Until at most `Groups` of the thread's committed stores have yet to read shared memory.
@@ -64,8 +54,5 @@ template <int Groups>
 __device__ inline void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Groups) : "memory");
 }
-
-// Until all of the thread's committed stores are written, for the thread itself.
-__device__ inline void tma_store_wait_written() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 }  // namespace kernelgen
