@@ -37,7 +37,8 @@ def test_bounds_are_bytes_and_operations() -> None:
 
 def test_a_run_says_where_the_targets_stand() -> None:
     case = MoeCase("qwen3-30b", 32768)
-    rows = [Row("moe-layer", str(case), "kernelgen", us=Timing.of([5000.0]), tflops=495.0), Row("moe-part", str(case), "up", us=Timing.of([2e3]))]
+    rows = [Row("moe-layer", str(case), "kernelgen", us=Timing.of([5000.0]), tflops=495.0),
+            Row("moe-part", str(case), "up", us=Timing.of([2e3]))]
     assert list(TOOL.standings(rows)) == [f"{case} kernelgen: 495 TFLOP/s, to be 480"]
     lines = TOOL.shown(case, rows).splitlines()
     assert len(lines) == 2 and "5000.0 us" in lines[0] and "up" in lines[1]
