@@ -14,7 +14,7 @@ from typing import Any
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
 from kernelgen.kernels.gemm.activations import splits
-from kernelgen.kernels.gemm.dense_configs import FITS, GROUPED, MEASURED, QUANTIZING, Config, Fit, Measured
+from kernelgen.kernels.gemm.dense_configs import FITS, GATHERED, GROUPED, MEASURED, QUANTIZING, Config, Fit, Measured
 from kernelgen.kernels.gemm.mma import RESERVED_SHARED_MEMORY
 from kernelgen.kernels.gemm.requantize import Requantization
 from kernelgen.kernels.gemm.sm90 import (
@@ -172,6 +172,7 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
 
 _BYTES_PER_US = 4.4e6  # of an H200's memory
 _ONE_PRODUCT_ROWS = 128  # so few rows in a batch were not searched
+_UNMEASURED = 3.0  # how much longer steps are assumed to take that nobody timed with gathered rows
 
 
 def _fit(problem: GemmProblem) -> Fit | None:
@@ -186,6 +187,10 @@ def _measured(problem: GemmProblem) -> tuple[Measured, ...]:
     """Of the problem's kind."""
     kind, fit = kind_of_sums(problem), _fit(problem)
     known = fit.measured if fit else MEASURED[kind]
+    if problem.gathered and kind in GATHERED:  # others only where none of them is legal
+        timed = {m.config for m in GATHERED[kind]}
+        others = (m for m in (*MEASURED[kind], *QUANTIZING.get(kind, ())) if m.config not in timed)
+        return (*GATHERED[kind], *(m._replace(step=_UNMEASURED * m.step) for m in others))
     if not quantizes(problem):
         return (*GROUPED.get(kind, ()), *known) if problem.op == "grouped_gemm" else known
     codes = QUANTIZING.get(kind, ())
@@ -304,7 +309,7 @@ def spec_of(problem: GemmProblem, target: Target, config: Config, entry: str, gr
     parameters = options(
         p, c.block_n // c.parts, mma_m=c.mma_m, consumers=c.consumers, block_n=c.block_n, parts=c.parts, stages=c.stages,
         cluster_m=c.cluster_m, cluster_n=c.cluster_n, split_k=c.split_k, resident=c.resident, band_rows=c.band_rows,
-        pingpong=c.pingpong, slabs=c.slabs, tma_out=tma_out(p, c), quantize=quantizes(p), gather=p.gathered, row_boxes=c.row_boxes,
+        pingpong=c.pingpong, slabs=c.slabs, tma_out=tma_out(p, c), quantize=quantizes(p), gather=p.gathered,
         shared_memory=shared_memory(p, c),
         entry=entry, grouping=grouping)
     return KernelSpec.make(
@@ -320,8 +325,8 @@ def _maps(problem: GemmProblem, config: Config, t: Any, box_a: int) -> list[Any]
     boxes_b = max(c.cluster_m, 2 if splits(p) else 1)
     major_a, major_b = p.a_order == "row", p.b_order == "col"
     maps = []
-    if not p.gathered or c.row_boxes:
-        maps.append(tensor_map("map_a", "a", t.a if major_a else t.a.mT, (k, 1 if p.gathered else box_a) if major_a else (MMA_ROWS, k)))
+    if not p.gathered:
+        maps.append(tensor_map("map_a", "a", t.a if major_a else t.a.mT, (k, box_a) if major_a else (MMA_ROWS, k)))
     maps.append(tensor_map("map_b", "b", t.b.mT if major_b else t.b, (k, c.block_n // boxes_b) if major_b else (MMA_ROWS, k)))
     out_bytes = DTYPES[p.out_dtype].bytes
     if tma_out(p, c):

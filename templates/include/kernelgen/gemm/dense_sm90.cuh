@@ -92,8 +92,7 @@ struct DenseSm90 : Options {
   using Scales = typename scales_of_blocks<Options, Epilogue, kBlockM, Options::kBlockScales>::type;
   static constexpr bool kGather = Options::kGather;
   static_assert(!kGather || (kRowGroups && kMajorKA && kBlockM <= 128), "what is gathered are rows, of which a lane has registers for 128");
-  static constexpr bool kGatherBoxes = kGather && Options::kRowBoxes;
-  using Rows = typename rows_by<kGather ? kBlockM : 16, kGatherBoxes>::type;
+  using Rows = GatheredRows<kGather ? kBlockM : 16>;
   using Ring = Pipeline<kStages, kPingpong ? 4 : 4 * kConsumers, kSharing, 1 + Scales::kFillers + (kGather ? Rows::kFillers : 0)>;
 
   // Registers: 65,536 / 128 = 512 for the warpgroups of an SM together; the producer's addresses need few.
@@ -143,10 +142,7 @@ struct DenseSm90 : Options {
     for (; tiles.find(p, index, tile); index += step) {
       if (!leader) continue;
       const int boxes_a = kRowGroups ? min(kBoxesA, ceil_div(tile.row_end - tile.m, kBoxA)) : kBoxesA;
-      const int bytes_a = kGatherBoxes ? min(kBlockM, tile.row_end - tile.m) * kSwizzleRowBytes
-                          : kGather    ? 0
-                          : kRowGroups ? TileA::kBytes / kBoxesA * boxes_a
-                                       : TileA::kBytes;
+      const int bytes_a = kGather ? 0 : kRowGroups ? TileA::kBytes / kBoxesA * boxes_a : TileA::kBytes;
       const int bytes = bytes_a + TileB::kBytes + Scales::row_bytes(p);
       for (int k = tile.k_first; k < tile.k_end; k += kDepth) {
         ring.wait_empty(at);
@@ -183,12 +179,8 @@ struct DenseSm90 : Options {
       rows.find(p, tile, warp);
       for (int k = tile.k_first; k < tile.k_end; k += kDepth, at.advance()) {
         ring.wait_empty(at);
-        if constexpr (kGatherBoxes) {
-          rows.copy(shared + at.stage * kStageBytes, p, k, ring.full(at.stage), warp);
-        } else {
-          rows.copy(shared + at.stage * kStageBytes, p, k * static_cast<int>(sizeof(T)), p.k * static_cast<int>(sizeof(T)), warp);
-          cp_async_arrive(ring.full(at.stage));
-        }
+        rows.copy(shared + at.stage * kStageBytes, p, k * static_cast<int>(sizeof(T)), p.k * static_cast<int>(sizeof(T)), warp);
+        cp_async_arrive(ring.full(at.stage));
       }
     }
   }
@@ -196,7 +188,7 @@ struct DenseSm90 : Options {
   // The stage's operands are there, for the tensor core too.
   __device__ static void wait_operands(const Ring& ring, const typename Ring::Position& at) {
     ring.wait_full(at);
-    if constexpr (kGather && !kGatherBoxes) tma_store_fence();
+    if constexpr (kGather) tma_store_fence();
   }
 
   __device__ static uint32_t scales_of(uint32_t shared, int stage) { return shared + kScalesAt + stage * Scales::kBytes; }
@@ -479,7 +471,7 @@ struct DenseSm90 : Options {
       barrier_init_fence();
     }
     if (threadIdx.x == 32) {
-      if constexpr (!kGather || kGatherBoxes) tma_prefetch_map(p.map_a);
+      if constexpr (!kGather) tma_prefetch_map(p.map_a);
       tma_prefetch_map(p.map_b);
     }
     if constexpr (kBlocks > 1) {
