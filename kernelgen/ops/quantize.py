@@ -35,11 +35,10 @@ def quantize_fp8(
     """x (.., M, K) to fp8 codes (.., M, K) and their float32 scale, x = codes * scale up to rounding.
 
     Recipes and scale shapes: "tensor" (), "row" (.., M, 1), "block_1x128" (.., M, ceil(K/128)), "block_128x128" (..,
-    ceil(M/128), ceil(K/128)). scale = amax / max(dtype), at least the smallest normal float, 1 where amax is 0; a NaN makes all that shares its
-    scale NaN.
-    ``dtype`` float8_e4m3fn or float8_e5m2. ``activation`` is applied first: relu, gelu, gelu_tanh, silu, or gated: swiglu
-    (silu and mul), geglu, which halve K (``gate_up`` as in gemm). ``out``: (codes, scale) to write to; a scale of any
-    strides, so that either of its dimensions may be the contiguous one.
+    ceil(M/128), ceil(K/128)). scale = amax / max(dtype), at least the smallest normal float, 1 where amax is 0; a NaN makes all
+    that shares its scale NaN. ``dtype`` float8_e4m3fn or float8_e5m2. ``activation`` is applied first: relu, gelu, gelu_tanh,
+    silu, or gated: swiglu (silu and mul), geglu, which halve K (``gate_up`` as in gemm). ``out``: (codes, scale) to write to; a
+    scale of any strides, so that either of its dimensions may be the contiguous one.
 
     Raises ShapeError, DtypeError, DeviceError, LayoutError, SettingsError, NoBackendError, CompileError.
     """
