@@ -42,7 +42,7 @@ struct SmallStream : Options {
   static constexpr bool kBlocks = kUp ? Options::kBlocks13 : Options::kBlocks2;
   static constexpr Gate kGate = kUp ? Options::kGate : Gate::kNone;
   static constexpr bool kGated = kGate != Gate::kNone;
-  static constexpr int kOutputs = kGated ? kRows / 2 : kRows;
+  static constexpr int kOutputs = kGated ? kRows / 2 : kRows, kSides = kGated ? 2 : 1;
   static constexpr int kThreads = kWarps * kWarpSize;
   static constexpr int kEights = kRows / 8;             // of rows
   static constexpr int kTiles = ceil_div(kEights, 2);   // of sixteen
@@ -100,13 +100,15 @@ struct SmallStream : Options {
       }
     }
   }
+  __device__ int64_t row_bytes() const { return kUp ? p.w13_row : p.w2_row; }
   __device__ static int outputs(const MoeSmallParams& p) { return kUp ? p.inner : p.width; }
   __device__ static int last_row(const MoeSmallParams& p) { return (kGated ? 2 * p.inner : outputs(p)) - 1; }
 
   // What is copied next. Work `at` is a unit and a tile of outputs; a warp takes every `stride`-th, in each pass.
   struct Cursor {
     int first, at, stride, total, pass, step, end;
-    const char* weights[2 * kEights];  // of each four rows
+    const char* weights[kSides];  // of this lane's gate and up among the first four outputs; rows of others are so many strides further
+    int outputs;                  // from this lane's to the end
     const T* x[kColumns];
     const float* scales;
     const char* words[max_of(1, kScaleCopies)];
@@ -131,10 +133,11 @@ struct SmallStream : Options {
     const int before = c.step * kSplit + part;  // steps of all parts
     const char* base = kUp ? p.w13 + unit.expert * p.w13_expert : p.w2 + unit.expert * p.w2_expert;
 #pragma unroll
-    for (int i = 0; i < 2 * kEights; ++i) {
-      const int row = min(row_of(p, output, i / 2, i % 2 * 4 + lane / 8), last_row(p));  // rows behind the last are not stored
-      c.weights[i] = base + row * (kUp ? p.w13_row : p.w2_row) + before * kStepBytes + lane % 8 * 16;
+    for (int side = 0; side < kSides; ++side) {
+      const int row = row_of(p, output, kRows == 8 ? 0 : side, (kRows == 8 ? 4 * side : 0) + lane / 8);
+      c.weights[side] = base + row * row_bytes() + before * kStepBytes + lane % 8 * 16;
     }
+    c.outputs = outputs(p) - output - lane / 8;
 #pragma unroll
     for (int t = 0; t < kColumns && !kHeld; ++t) {
       const int slot = slot_of(unit, 8 * t + group);
@@ -177,7 +180,7 @@ struct SmallStream : Options {
     if (c.at >= c.total) return;
     if (++c.step < c.end) {
 #pragma unroll
-      for (int i = 0; i < 2 * kEights; ++i) c.weights[i] += kSplit * kStepBytes;
+      for (int side = 0; side < kSides; ++side) c.weights[side] += kSplit * kStepBytes;
 #pragma unroll
       for (int t = 0; t < kColumns && !kHeld; ++t) c.x[t] += kSplit * kStepDepth;
 #pragma unroll
@@ -204,8 +207,11 @@ struct SmallStream : Options {
     if (c.at >= c.total) return;
     const bool valid = (c.step * kSplit + part) * kStepBytes + lane % 8 * 16 < bytes;
 #pragma unroll
-    for (int i = 0; i < 2 * kEights; ++i) {
-      cp_async_16(stage + i / 2 * 1024 + chunk_at(i % 2 * 4 + lane / 8, lane % 8), c.weights[i], valid);
+    for (int i = 0; i < 2 * kEights; ++i) {  // rows behind the last output are zeros
+      const int eight = i / 2, side = kSides == 1 ? 0 : kRows == 8 ? i : eight % 2;
+      const int further = kSides == 1 ? 4 * i : kRows == 8 ? 0 : eight / 2 * 8 + i % 2 * 4;
+      const char* source = c.weights[side] + further * (kGate == Gate::kInterleaved ? 2 : 1) * row_bytes();
+      cp_async_16(stage + eight * 1024 + chunk_at(i % 2 * 4 + lane / 8, lane % 8), source, valid && further < c.outputs);
     }
     if constexpr (kBlocks) {
       const int block = (c.step * kSplit + part) * kStepDepth / 128;
