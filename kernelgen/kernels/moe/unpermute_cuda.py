@@ -26,6 +26,7 @@ ENTRY = "moe_unpermute_cuda"
 
 _FLOATS = ("fp32", "bf16", "fp16")
 _WARP, _MAX_THREADS = 32, 256
+_SMS = 132  # that few tokens are spread over, whatever the GPU
 _THREADS_PER_SM = 768  # by their registers; more of the grid would only wait
 
 
@@ -52,7 +53,7 @@ def supports(problem: MoeUnpermuteProblem, target: Target) -> Verdict:
 
 def candidates(problem: MoeUnpermuteProblem, target: Target) -> Iterator[TokenConfig]:
     """The smallest block whose threads fill all SMs, else the largest: few tokens are spread over many SMs."""
-    wanted = min(_MAX_THREADS, _WARP * problem.tokens * _segments(problem) // (target.sm_count or 1))
+    wanted = min(_MAX_THREADS, _WARP * problem.tokens * _segments(problem) // _SMS)
     yield from token_configs(wanted)
 
 

@@ -37,7 +37,7 @@ _PIECE, _BLOCK = 8, 128
 _REGISTERS_PER_SM = 65536
 _OTHER_REGISTERS = 40  # besides the kept floats; with it ptxas 13.0 spills in no config of _SHAPES
 _BLOCKS_PER_SM = 8     # of the grid that shares a tensor
-_MANY = 8              # rows of an SM from which on a block owns one
+_MANY = 1024           # rows from which on a block owns one, whatever the GPU: a product's binary is bound without its target
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def candidates(problem: QuantizeProblem, target: Target) -> Iterator[Config]:
     if problem.recipe == "tensor":  # narrow rows leave most lanes of a long segment idle
         fitting.sort(key=lambda c: c.held > 2 * problem.width)
     if problem.recipe == "block_1x128":  # blocks that own a row: of many rows, with no idle team, loads of several units in flight
-        units, many = -(-problem.width // _BLOCK), problem.rows * problem.batch >= _MANY * (target.sm_count or 1)
+        units, many = -(-problem.width // _BLOCK), problem.rows * problem.batch >= _MANY
         fitting.sort(key=lambda c: ((c.units > 0) != many, c.threads // c.lanes * c.units - units if c.units else 0, -c.units))
     yield from fitting
 
