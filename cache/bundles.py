@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import re
 import secrets
 import shutil
 import tarfile
@@ -47,6 +48,9 @@ except ImportError:  # a Python without it opens no .tar.xz either
 # ValueError: numbers that are none, in headers of sparse files.
 _DAMAGE = (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, LZMAError, ValueError)
 
+_TAR = (".tar", ".tar.gz", ".tgz")
+_FOREIGN = re.compile(r"\.(tar|zip|whl|7z|t?gz|t?xz|t?bz2?|t?zst|lz4)$", re.IGNORECASE)  # a folder of such a name is no wish
+
 
 @dataclass(frozen=True)
 class ExportReport:
@@ -83,6 +87,8 @@ def export_bundle(store: Store, destination: Path, patterns: Iterable[str] = ())
     if not chosen:
         raise CacheError(f"nothing to export: {store.root} and its layers hold no entry"
                          + (f" that matches {' or '.join(wanted)}" if wanted else ""))
+    if _FOREIGN.search(destination.name) and not destination.name.endswith(_TAR):
+        raise CacheError(f"{destination}: got the name of another kind of archive, expected {', '.join(_TAR)}, or a folder")
     if destination.exists() and not (destination.is_dir() and not names(destination)):
         raise CacheError(f"{destination} is there already; export writes a new file or folder, so remove it first")
     total, digest = 0, ""
@@ -145,7 +151,7 @@ def _sound(info: EntryInfo) -> Artifact:
 
 @contextmanager
 def _writer(path: Path, final_name: str) -> Iterator[Callable[[str, bytes], None]]:
-    if not final_name.endswith((".tar", ".tar.gz", ".tgz")):
+    if not final_name.endswith(_TAR):
         path.mkdir()
         yield lambda name, data: _write_file(path / name, data)
         for parent, _, _ in os.walk(path):

@@ -84,7 +84,8 @@ def ls(ctx: click.Context, patterns: tuple[str, ...], as_json: bool) -> None:
         table.add_row(info.request[:12], info.name, info.target, (info.problem and "broken") or info.toolchain,
                       _size(info.bytes), _ago(info.used))
     _console().print(table)
-    click.echo(f"{len(found)} entries, {_size(sum(info.bytes for info in found))} in {_store(ctx).root}")
+    places = dict.fromkeys(str(info.location) for info in found) or [str(_store(ctx).root)]
+    click.echo(f"{len(found)} entries, {_size(sum(info.bytes for info in found))} in {', '.join(places)}")
 
 
 @cache.command()

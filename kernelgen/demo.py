@@ -19,8 +19,8 @@ from rich.table import Table
 from kernelgen import __version__, build
 from kernelgen.demo_cases import Case, Sizes, cases
 from kernelgen.dispatch.decision import Decision
-from kernelgen.errors import DeviceError, KernelgenError
-from kernelgen.targets import target_of
+from kernelgen.errors import KernelgenError
+from kernelgen.targets import device_named, target_of
 
 _WARM_SECONDS, _WARM_LEAST, _WARM_MOST = 0.25, 3, 200  # per row: the slowest row of a laptop takes about 0.3 s a call
 
@@ -69,7 +69,7 @@ def run(
     ``device`` defaults to CUDA where there is one, else the CPU; ``sizes`` are those of the real thing by default.
     Raises DeviceError for a device that kernelgen does not serve. A row that fails is reported, not raised.
     """
-    where = _device(device)
+    where = device_named(device)
     target = target_of(where)
     console = console or _console()
     before = len(build.reports())
@@ -94,18 +94,6 @@ def run(
         }
         Path(json_path).write_text(json.dumps(data, indent=2) + "\n")
     return rows
-
-
-def _device(device: torch.device | str | None) -> torch.device:
-    if device is None:
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        where = torch.device(device)
-    except RuntimeError as error:
-        raise DeviceError(f"got device {device!r}, expected cpu, cuda or cuda:N") from error
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise DeviceError(f"got device {device!r}, but torch sees no CUDA device here; leave it out to run on the CPU")
-    return torch.device("cuda", torch.cuda.current_device()) if where.type == "cuda" and where.index is None else where
 
 
 def _launcher_seconds() -> float:

@@ -140,3 +140,16 @@ def target_of(device: torch.device | str) -> Target:
     if device.type == "cuda" and torch.version.cuda is not None:
         return _cuda_target(torch.cuda.current_device() if device.index is None else device.index)
     raise DeviceError(f"got device {device}, expected a CPU or an NVIDIA GPU; move the tensors there")
+
+
+def device_named(device: torch.device | str | None) -> torch.device:
+    """A device as an option names it; None is the current GPU, else the CPU. Raises DeviceError for one that is not here."""
+    if device is None:
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        where = torch.device(device)
+    except RuntimeError as error:
+        raise DeviceError(f"got device {device!r}, expected cpu, cuda or cuda:N") from error
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise DeviceError(f"got device {device!r}, but torch sees no CUDA device here; leave it out to run on the CPU")
+    return torch.device("cuda", torch.cuda.current_device()) if where.type == "cuda" and where.index is None else where

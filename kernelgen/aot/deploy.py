@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -32,6 +33,6 @@ def keys_of_manifests(store: Store, manifests: Iterable[Path]) -> list[str]:
     missing = [name for key, name in wanted.items() if key not in there and not (key == launcher.key and shipped_launcher())]
     if missing:
         more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-        raise CacheError(f"{store.root} and its layers lack {', '.join(missing[:_SHOWN])}{more}; build them first with kernelgen prebuild "
-                         + " ".join(f"--manifest {path}" for path in paths))
+        raise CacheError(f"{store.root} and its layers lack {', '.join(missing[:_SHOWN])}{more}; build them first with "
+                         + "; ".join(shlex.join(("kernelgen", "prebuild", "--manifest", str(path))) for path in paths))
     return [key for key in wanted if key in there]

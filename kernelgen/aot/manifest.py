@@ -164,6 +164,8 @@ def _decode_line(line: str, where: str) -> Decision:
         verdict = family.supports(problem, target)
         if verdict:
             verdict = family.legal(problem, target, config)
+        if verdict:
+            _ = str(problem), family.spec(problem, target, config)  # what else is made of it
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:  # fields that hold what they never do
         raise SettingsError(f"{where}: {family.name} cannot make sense of it ({error}); was it edited? record again") from None
     if not verdict:

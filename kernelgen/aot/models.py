@@ -236,7 +236,7 @@ def _read(model_type: str, family: Family, c: _Config) -> Model:
     experts, left_out = _experts(family, c) if family.moe else (None, ())
     values: dict[str, Any] = dict(
         rotary_dim=latent.rope if latent else _rotary_dim(c, head_dim), windows=_windows(family, c),
-        soft_cap=c.get("attn_logit_softcapping") is not None, qkv_bias=biased, out_bias=biased)
+        soft_cap=_soft_cap(c), qkv_bias=biased, out_bias=biased)
     return Model(
         model_type=model_type, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim, vocab=c.count("vocab_size"),
         dtype=c.choice(("dtype", "torch_dtype"), _DTYPES, "bfloat16"),
@@ -250,6 +250,13 @@ def _rotary_dim(c: _Config, head_dim: int) -> int:
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
         raise SettingsError(f"{c.source}: partial_rotary_factor: got {share!r}, expected a number above 0 and up to 1")
     return int(head_dim * share)
+
+
+def _soft_cap(c: _Config) -> bool:
+    cap = c.get("attn_logit_softcapping")
+    if cap is not None and (isinstance(cap, bool) or not isinstance(cap, (int, float)) or not 0 < cap < float("inf")):
+        raise SettingsError(f"{c.source}: attn_logit_softcapping: got {cap!r}, expected a number above 0, or null for none")
+    return cap is not None
 
 
 def _windows(family: Family, c: _Config) -> tuple[int | None, ...]:
@@ -309,7 +316,7 @@ def _weights(c: _Config) -> str | None:
         block = quantization.get("weight_block_size")
         if block is None:
             return "fp8-tensor"
-        if list(block) == [128, 128]:
+        if block == [128, 128] or block == (128, 128):
             return "fp8-block"
         raise SettingsError(f"{c.source}: quantization_config: got weight_block_size {block!r}, expected [128, 128]")
     if method == "mxfp4":

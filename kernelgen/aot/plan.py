@@ -58,7 +58,7 @@ def plan(lines: Iterable[str], targets: Sequence[Target], sm_counts: Sequence[in
 
     Raises SettingsError for a line that describes no call, and where nothing can be built for a target.
     """
-    return _merged([(line, line.split()[0], partial(_of_line, line, sm_counts)) for line in lines], targets)
+    return _merged([(line, line.partition(" ")[0], partial(_of_line, line, sm_counts)) for line in lines], targets)
 
 
 def plan_of(recorded: Iterable[Decision], targets: Sequence[Target] = (), sm_counts: Sequence[int] | None = None) -> Plan:
@@ -147,7 +147,10 @@ def call_decision(line: str, target: Target) -> Decision:
 
 def parse_call(line: str) -> tuple[str, Options]:
     """Op and options of a line. Raises SettingsError naming what is wrong with it."""
-    op, *words = shlex.split(line) or [""]
+    try:
+        op, *words = shlex.split(line) or [""]
+    except ValueError as error:
+        raise SettingsError(f"got the call {line!r}: {error}; expected an op and its options, quoted as in a shell") from None
     if op not in FORMS:
         raise SettingsError(f"got the call {line!r}, expected one of the ops {', '.join(FORMS)}, and its options "
                             "(kernelgen explain OP --help)")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from typing import Any
 
 from kernelgen import build, settings
@@ -117,8 +119,17 @@ def _row(spec: KernelSpec, artifact: Artifact, *, built: bool, seconds: float) -
 
 
 def _adopt(parent: Any) -> None:
-    """A new process has the parent's settings, whatever the environment says."""
+    """A new process has the parent's settings, whatever the environment says, and ends with the parent."""
     settings._current = parent
+    threading.Thread(target=_end_with_parent, name="kernelgen-parent", daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """The pool's own end is a message of the parent. One that was killed sends none, and its processes would wait for work for ever."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)  # a compiler that runs is killed by its own watcher
 
 
 def _build(spec: KernelSpec) -> Built:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -31,7 +32,7 @@ from kernelgen.errors import ArtifactMissingError, KernelgenError, SettingsError
 from kernelgen.launch.cuda import CudaKernel
 from kernelgen.launch.host import launcher
 from kernelgen.specs import KernelSpec
-from kernelgen.targets import Target, target_of
+from kernelgen.targets import Target, device_named, target_of
 
 _MEMORY_PER_LOAD = 1 << 28  # a compiler's, where one has to run
 _SHOWN = 5  # missing kernels that an error names
@@ -50,12 +51,13 @@ def warmup(
     service  with a model: tp, ep, dtype, kv_dtype, page_size, kv_layout, max_tokens, max_batch, max_length as prebuild
              has them
 
-    Raises SettingsError for a model, a manifest or an option that cannot be used or holds nothing for this device;
+    Raises DeviceError for a device that is not here, SettingsError for a model, a manifest or an option that cannot be used or holds
+    nothing for this device;
     with ``strict`` ArtifactMissingError under KERNELGEN_JIT=0, naming the command that builds what is missing, and
     the first other error.
     """
     start = time.perf_counter()
-    place = torch.device(device or (torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"))
+    place = device_named(device)
     target = target_of(place)
     wanted, notes, command = _wanted(model_or_manifest, target, service)
     chosen = time.perf_counter() - start
@@ -86,7 +88,7 @@ def _wanted(source: Any, target: Target, service: dict[str, Any]) -> tuple[Plan,
         if _is_manifest(path):
             if service:
                 raise SettingsError(f"warmup: got {', '.join(service)} with the manifest {path}, expected them with a model only")
-            return _of_manifest(path, target), (), f"kernelgen prebuild --manifest {path}"
+            return _of_manifest(path, target), (), shlex.join(("kernelgen", "prebuild", "--manifest", str(path)))
         model, name = read_model(path), str(path)
     else:
         given = source if isinstance(source, Mapping) else getattr(source, "to_dict", dict)()
@@ -94,10 +96,12 @@ def _wanted(source: Any, target: Target, service: dict[str, Any]) -> tuple[Plan,
             raise SettingsError(f"warmup: got a {type(source).__name__}, expected a path, a parsed config.json, or a config with to_dict()")
         given = {k: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for k, v in given.items()}
         model, name = model_of(given), "config.json"
-    options = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in service.items() if value is not None)
+    words = ["kernelgen", "prebuild", "--model", name]
+    for key, value in service.items():
+        words += () if value is None else (f"--{key.replace('_', '-')}", str(value))
     made = plan(service_calls(model, Service(**{k: v for k, v in service.items() if v is not None})), [target], [target.sm_count])
-    counts = "" if target.kind == "cpu" else f" --sm-count {target.sm_count}"
-    return made, model.left_out, f"kernelgen prebuild --model {name}{' ' if options else ''}{options} --target {target.arch}{counts}"
+    words += ("--target", target.arch, *(() if target.kind == "cpu" else ("--sm-count", str(target.sm_count))))
+    return made, model.left_out, shlex.join(words)
 
 
 def _first_choices(wanted: Plan, target: Target) -> None:

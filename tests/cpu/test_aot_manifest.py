@@ -18,7 +18,7 @@ import kernelgen
 from kernelgen import settings
 from kernelgen.aot import manifest
 from kernelgen.aot.manifest import encode_line, prebuild_command, read_manifest, read_spec, write_manifest
-from kernelgen.aot.plan import plan_of
+from kernelgen.aot.plan import call_decision, plan_of
 from kernelgen.aot.specs import specs_of
 from kernelgen.errors import SettingsError
 from kernelgen.kernels.base import KernelFamily, all_families
@@ -156,6 +156,13 @@ def entry(name: str, **changes: Any) -> dict[str, Any]:
     return value | changes
 
 
+def product_with(field: str) -> str:
+    decision = call_decision("gemm --mnk 64,32,32 --dtype bf16", CPU)
+    assert decision.chosen
+    line = json.loads(encode_line(decision.problem, CPU, decision.chosen.kernel, decision.chosen.config))
+    return json.dumps(line | {"problem": line["problem"] | {field: "x"}})
+
+
 BAD = {
     "not json": (line_of()[:40], "line 2: is no JSON"), "not an object": ("[1]", "got version None, expected 1"),
     "another version": (edited(kernelgen=2), "got version 2, expected 1: record again"), "a field less": ('{"kernelgen": 1}', "got no op"),
@@ -168,6 +175,8 @@ BAD = {
     "no class": (edited(config={"a": 1}), "got class None"), "no target": (edited(target="sm_90a"), "and a str, expected"),
     "an illegal config": (edited(config=entry("config", rows=0)), "has an empty task; record again"),
     "a config that is none": (edited(config=7), "cannot make sense of it"),
+    "a field that only a name or a spec holds": (product_with("alignment"), "cannot make sense of it"), "and another": (
+        product_with("scale_dtype"), "cannot make sense of it"),
     "a kernel that is no name": (edited(kernel=["norm"]), "got kernel"), "an arch that is no name": (edited(target=entry("target", arch=7)),
                                                                                                     "and a Target, expected"),
     "brackets": ("[" * 100_000, "is no JSON"),

@@ -13,7 +13,7 @@ import torch
 
 from kernelgen.aot.calls import Service, powers, row_classes, service_calls
 from kernelgen.aot.models import FAMILIES, Experts, Latent, model_of, read_model
-from kernelgen.aot.plan import call_decision, parse_call, plan
+from kernelgen.aot.plan import call_decision, plan
 from kernelgen.aot.specs import specs_of
 from kernelgen.dispatch.select import choose
 from kernelgen.errors import SettingsError
@@ -153,6 +153,8 @@ BAD = {
     "groups": (tiny("deepseek_v3", n_group=3), "n_group 3"), "latent": (tiny("deepseek_v3", kv_lora_rank=None), "got no kv_lora_rank"),
     "quantisation": (tiny("llama", quantization_config={"quant_method": "awq"}), "got quant_method 'awq', expected fp8 or mxfp4"),
     "blocks": (tiny("llama", quantization_config={"quant_method": "fp8", "weight_block_size": [64, 64]}), r"got weight_block_size \[64"),
+    "one block size": (tiny("llama", quantization_config={"quant_method": "fp8", "weight_block_size": 128}), "got weight_block_size 128"),
+    "soft cap": (tiny("gemma2", attn_logit_softcapping=0), "attn_logit_softcapping: got 0, expected a number above 0"),
     "nested": ({"model_type": "gemma3"}, "got no text_config"),
 }
 
@@ -206,11 +208,12 @@ def test_routing_without_a_method_is_said() -> None:
 
 @pytest.mark.parametrize("line, message", (
     ("gem --mnk 1,2,3", "expected one of the ops"), ("", "expected one of the ops"), ("gemm", "Missing option"),
+    ("gemm --mnk '1,2,3", "No closing quotation"),
     ("gemm --mnk 1,2", "expected 3 whole numbers"), ("gemm --mnk 1,2,3 --page-size 4", "No such option"),
 ))
 def test_bad_lines(line: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
-        parse_call(line)
+        plan([line], [Target.parse("cpu")])
 
 
 def test_calls_without_a_kernel_are_listed_and_nothing_at_all_is_an_error() -> None:

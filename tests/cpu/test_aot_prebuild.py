@@ -7,7 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +154,46 @@ def test_a_killed_worker_costs_its_kernel_only(fresh_cache: Path, monkeypatch: p
     monkeypatch.setattr(pool, "_worker", _die)
     rows = pool.build_specs([killer, *specs], 2)
     assert [bool(row.error) for row in rows] == [True, False] and "killed" in rows[0].error and all(row.path for row in rows[1:])
+
+
+def _wait(spec: KernelSpec) -> pool.Built:
+    """In a worker: says who it is, and works for longer than anybody waits."""
+    with open(os.environ["WORKERS"], "a") as stream:
+        stream.write(f"{os.getpid()}\n")
+    time.sleep(600)
+    raise AssertionError
+
+
+def _build_waiting(specs: list[KernelSpec]) -> None:
+    pool.WORTH_A_PROCESS, pool._worker = 1, _wait
+    pool.build_specs(specs, 2)
+
+
+def test_workers_end_with_a_parent_that_was_killed(tmp_path: Path, fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They waited for more work for ever, each with a quarter of a gigabyte."""
+    told = tmp_path / "workers"
+    monkeypatch.setenv("WORKERS", str(told))
+    parent = get_context("fork").Process(target=_build_waiting, args=(cpu_specs(),))
+    parent.start()
+    until(lambda: told.exists() and len(told.read_text().split()) == 2)
+    parent.kill()
+    parent.join()
+    until(lambda: not any(map(running, told.read_text().split())))
+
+
+def running(pid: str) -> bool:
+    """Not one either that has ended, and whose new parent never asks how."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    except OSError:
+        return False
+
+
+def until(reached: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from kernelgen.aot.specs import specs_of
 from kernelgen.cache.jobs import available_cores
 from kernelgen.cache.testing import in_mount_namespace, run_script, shared_folder
 from kernelgen.cli import cli
-from kernelgen.errors import ArtifactMissingError, CompileError, KernelgenError, SettingsError
+from kernelgen.errors import ArtifactMissingError, CompileError, DeviceError, KernelgenError, SettingsError
 from kernelgen.launch.host import launcher
 from kernelgen.targets import Target, target_of
 from kernelgen.testing.aot_configs import tiny
@@ -70,12 +70,13 @@ def test_a_service_warms_up_from_a_manifest_and_then_loads_nothing(tmp_path: Pat
 
 
 def test_what_the_cache_lacks_is_compiled_or_missing(with_launcher: None, tmp_path: Path, fresh_cache: Path) -> None:
-    path = tmp_path / "specs.jsonl"
+    path = tmp_path / "of a run; rm.jsonl"  # the command is for a shell
     path.write_text(one_line())
     with settings.override(jit=False):
         with pytest.raises(ArtifactMissingError, match="1 of 1 kernels are not prebuilt: silu_and_mul_cpu_fp32") as missing:
             kernelgen.warmup(path, device="cpu")
-        assert missing.value.command == f"kernelgen prebuild --manifest {path}" and missing.value.command in str(missing.value)
+        assert shlex.split(missing.value.command) == ["kernelgen", "prebuild", "--manifest", str(path)]
+        assert missing.value.command in str(missing.value)
         report = kernelgen.warmup(path, device="cpu", strict=False)
         assert not report.ok and [row.missing for row in report.rows] == [True] and "KERNELGEN_JIT=0" in report.rows[0].error
         done = run("warmup", "--manifest", path, "--device", "cpu")
@@ -139,6 +140,11 @@ def test_what_is_refused(source: Any, options: dict[str, Any], message: str, tmp
         (tmp_path / source).write_text('{"model_type": "llama", ')
     with pytest.raises(SettingsError, match=message):
         kernelgen.warmup(tmp_path / source if isinstance(source, str) else source, device="cpu", **options)
+
+
+def test_a_device_that_is_not_here(tmp_path: Path) -> None:
+    done = run("warmup", "--manifest", tmp_path / "none.jsonl", "--device", "gpu")
+    assert isinstance(done.exception, DeviceError) and "got device 'gpu', expected cpu, cuda or cuda:N" in str(done.exception)
 
 
 def test_the_command_wants_one_source(tmp_path: Path) -> None:

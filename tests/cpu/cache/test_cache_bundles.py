@@ -81,6 +81,9 @@ def test_chosen_entries_only(store: Store, tmp_path: Path) -> None:
 def test_export_refuses_what_it_must_not_do(store: Store, tmp_path: Path) -> None:
     with pytest.raises(CacheError, match="no entry that matches moe"):
         export_bundle(store, tmp_path / "none.tar", ["moe"])
+    for name in ("b.zip", "b.tar.xz", "b.TAR"):
+        with pytest.raises(CacheError, match=r"another kind of archive, expected .tar, .tar.gz, .tgz, or a folder"):
+            export_bundle(store, tmp_path / name)
     (tmp_path / "there.tar").write_text("precious")
     with pytest.raises(CacheError, match="is there already"):
         export_bundle(store, tmp_path / "there.tar")
