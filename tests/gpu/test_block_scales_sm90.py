@@ -26,9 +26,9 @@ SKINNY = (Skinny(1, 8, 4, 2, 2, 2), Skinny(1, 16, 6, 2, 1, 1), Skinny(2, 16, 4, 
           Skinny(1, 128, 4, 1, 1, 8))
 
 
-def fits(config: Config | Skinny, scales: str) -> bool:
+def fits(config: Config | Skinny, scales: str, **features: Any) -> bool:
     """Scales of columns of b leave no room for the sums of the largest tiles."""
-    problem = GemmProblem(1, 64, 256, 256, "e4m3", "e4m3", "bf16", b_order="col", scales=scales)
+    problem = GemmProblem(1, 64, 256, 256, "e4m3", "e4m3", "bf16", b_order="col", scales=scales, **features)
     return not isinstance(config, Config) or bool(dense_sm90.legal(problem, target_of("cuda"), config))
 
 
@@ -75,7 +75,7 @@ def test_skinny(config: Skinny, scales: str) -> None:
     ("silu", "gate_first"), ("swiglu", "gate_first"), ("geglu", "up_first"), ("swiglu", "interleaved")))
 def test_epilogues(scales: str, activation: str, gate_up: str) -> None:
     for config in (*DENSE[:6], SKINNY[2], SKINNY[3]):
-        if not fits(config, scales):
+        if not fits(config, scales, activation=activation, gate_up=gate_up):
             continue
         for n in (256, 768):  # a half ends at a block of b, or within one
             case = Product(16, n, 272, scales=scales, activation=activation, gate_up=gate_up, bias="bf16")
