@@ -2,9 +2,10 @@
 //
 //   struct Tiles { bool find(p, index, tile); }   true and the tile, false behind the last one
 //
-// All lanes of a warp call find() together, `index` going up by the blocks there are from call to call. With groups of rows the number
-// of tiles is known on the device alone: they are counted over the groups one behind the other, 32 groups at a time from that of the
-// tile before, and find() takes off `index` what lies in front of the group. Ends that fall or leave the matrix are cut off.
+// All lanes of a warp call find() together, with indices that never fall. With groups of rows the number of tiles is known on the
+// device alone: they are counted over the groups one behind the other, 32 groups at a time from that of the tile before. Ends that
+// fall or leave the matrix are cut off. (With the index counted from the group's first tile, taken off in find(), kernels of several
+// rounds failed on an H200, though the tiles are the same: lanes of the copying warp are not together there.)
 #pragma once
 
 #include <kernelgen/cuda/warp.cuh>
@@ -70,47 +71,45 @@ struct DenseTiles {
 
 template <class Product, Grouping kGrouping>
 struct RowGroupTiles {
-  // The group that was found last, from whose first tile `index` counts. All of it is alive beside the sums, so it is kept small.
-  int group = 0, begin = 0, end = 0;
+  // The group that was found last, its first tile, and its rows. All of it is alive beside the sums, so it is kept small.
+  int group = 0, first = 0, begin = 0, rows = 0;
 
   __device__ static int tiles_of(int rows) { return ceil_div(rows, Product::kBlockM); }
 
-  __device__ bool find_group(const DenseSm90Params& p, int& index) {
+  __device__ bool find_group(const DenseSm90Params& p, int index) {
+    int before = first;  // tiles in front of the 32 groups
     for (int window = group; window < p.groups; window += kWarpSize) {
       const int mine = window + lane_id();
       const GroupRange range = mine < p.groups ? group_range<kGrouping>(p, mine) : GroupRange{0, 0};
       const int own = tiles_of(range.end - range.begin) * p.tiles_n;
       const int through = warp_inclusive_scan(own);
       const int total = __shfl_sync(kFullWarp, through, kWarpSize - 1);
-      if (index < total) {
-        const int source = __ffs(__ballot_sync(kFullWarp, through > index)) - 1;
+      if (index - before < total) {
+        const int source = __ffs(__ballot_sync(kFullWarp, through > index - before)) - 1;
         group = window + source;
-        index -= __shfl_sync(kFullWarp, through - own, source);
-        begin = kGrouping == Grouping::kMasked ? 0 : __shfl_sync(kFullWarp, range.begin, source);
-        end = __shfl_sync(kFullWarp, range.end, source);
+        first = before + __shfl_sync(kFullWarp, through - own, source);
+        begin = __shfl_sync(kFullWarp, range.begin, source);
+        rows = __shfl_sync(kFullWarp, range.end, source) - begin;
         return true;
       }
-      index -= total;
+      before += total;
     }
     return false;
   }
 
   // The tile's row, turned by one in each round of the grid: else equal groups of two tiles, the second of few rows, would give every other
-  // block all the full ones (32 groups of 192 rows, H200: as long as for 256). Rounds are counted as if all groups had this one's tiles:
-  // the same for the rows of a column, whatever it is.
-  __device__ int turned(const DenseSm90Params& p, const TilePosition& at, int tiles_m, int index) const {
-    const int band = at.m / Product::kBandRows * Product::kBandRows, in_band = min(Product::kBandRows, tiles_m - band);
-    const uint32_t column = static_cast<uint32_t>(group) * (tiles_m * p.tiles_n) + (index - (at.m - band));
-    return band + (at.m - band + column / gridDim.x) % in_band;
+  // block all the full ones (32 groups of 192 rows, H200: as long as for 256).
+  __device__ int turned(const TilePosition& at, int index) const {
+    const int band = at.m / Product::kBandRows * Product::kBandRows, in_band = min(Product::kBandRows, tiles_of(rows) - band);
+    return band + (at.m - band + (index - (at.m - band)) / static_cast<int>(gridDim.x)) % in_band;
   }
 
-  __device__ bool find(const DenseSm90Params& p, int& index, OutputTile& tile) {
-    if (index >= tiles_of(end - begin) * p.tiles_n && !find_group(p, index)) return false;
-    const int tiles_m = tiles_of(end - begin);
-    const TilePosition at = TileWalk<Product::kBandRows>{tiles_m, p.tiles_n, tiles_m * p.tiles_n}.at(index);
-    tile.m = begin + turned(p, at, tiles_m, index) * Product::kBlockM;
+  __device__ bool find(const DenseSm90Params& p, int index, OutputTile& tile) {
+    if (index >= first + tiles_of(rows) * p.tiles_n && !find_group(p, index)) return false;
+    const TilePosition at = TileWalk<Product::kBandRows>{tiles_of(rows), p.tiles_n, tiles_of(rows) * p.tiles_n}.at(index - first);
+    tile.m = begin + turned(at, index) * Product::kBlockM;
     tile.n = at.n * Product::kOutputs;
-    tile.row_end = end;
+    tile.row_end = begin + rows;
     tile.batch_b = tile.batch_bias = group;
     tile.batch = tile.batch_a = kGrouping == Grouping::kMasked ? group : 0;
     tile.k_begin = tile.k_first = 0;
