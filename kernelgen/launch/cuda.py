@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import struct
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -54,6 +55,8 @@ class TensorMapRecipe:
 
 
 _entries: dict[tuple[int, str], int] = {}
+_allowed: dict[tuple[int, int], int] = {}  # dynamic shared memory of a kernel on a device
+_allowing = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -96,8 +99,7 @@ class CudaKernel:
 
             return prepare_with_cuda_core(self, device, grid, block, shared_memory, cluster, programmatic, tensor_maps, carveout)
         module = launcher()
-        if shared_memory > _STATIC_SHARED_MEMORY_LIMIT:
-            module.cuda_allow_shared_memory(self.handle, device, shared_memory)
+        _allow_shared_memory(self.handle, device, shared_memory)
         if carveout is not None:
             module.cuda_prefer_carveout(self.handle, device, carveout)
         offsets = dict(self.spec.params.offsets)
@@ -111,6 +113,16 @@ class CudaKernel:
             run(config, params, stream_of(device))
 
         return launch
+
+
+def _allow_shared_memory(handle: int, device: int, size: int) -> None:
+    """Ask for dynamic shared memory above 48 KiB. Calls of one kernel with less and with more may both be prepared: what was allowed once
+    stays allowed.
+    """
+    with _allowing:
+        if size > _allowed.get((handle, device), _STATIC_SHARED_MEMORY_LIMIT):
+            launcher().cuda_allow_shared_memory(handle, device, size)
+            _allowed[handle, device] = size
 
 
 @lru_cache(maxsize=1)

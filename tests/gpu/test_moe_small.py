@@ -99,6 +99,15 @@ def test_held_rows_and_rows_that_come_with_weights() -> None:
             check(CASES[name](tokens), f"{name} {held}", Config(4, 16, 8, 4, 1, 16, 8, 2, 4, *held))
 
 
+def test_layers_of_one_binary() -> None:
+    """The second one has fewer experts and narrower rows, so that it needs less shared memory; then the first one again."""
+    config = Config(1, 32, 8, 3, 1, 16, 8, 1, 5, True, True)
+    large, little = cuda(1, 8, 2, 4096, 128, seed=3), cuda(1, 4, 2, 256, 128, seed=4)
+    calls = [small(c, config) for c in (large, little)]
+    for c, call in zip((large, little, large), (*calls, calls[0])):
+        check_small(c, call, what=str(tuple(c["w13"].shape)))
+
+
 def test_one_token_by_dispatch() -> None:
     for name in ("qwen3", "deepseek fp8", "llama4"):
         c = CASES[name](1)

@@ -16,6 +16,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
@@ -69,9 +70,13 @@ def main(words: list[str]) -> int:
     head, dirty = (options.commit, None) if options.commit else machine.commit()
     command = results.command_line(["python", "tools/bench/moe_decode.py", *words])
     done, start = Results(command, protocol.as_dict(), (), commit=head, dirty=dirty), time.perf_counter()
+    experts: dict[tuple[str, str], tuple[Any, ...]] = {}  # of a model, whatever the tokens
     for case in sorted(cases, key=lambda c: c.tokens):
         if time.perf_counter() - start < options.budget:
-            done = replace(done, rows=(*done.rows, *run_case("moe", MoeWorkload(case, "cuda"), protocol)))
+            work, model = MoeWorkload(case, "cuda"), (case.model, case.recipe)
+            work.experts = experts.get(model, ())
+            done = replace(done, rows=(*done.rows, *run_case("moe", work, protocol)))
+            experts[model] = work.experts
             results.write(done, options.json)
     found = figures(done.rows, cases)
     print("\n".join(map(shown, found)))

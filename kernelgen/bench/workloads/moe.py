@@ -104,16 +104,16 @@ class MoeWorkload(Workload):
         experts = 3 * s.hidden * s.inner * element
         self.traffic = int(touched * experts + 4 * case.tokens * s.hidden)
         self.set_bytes = int((touched if device == "cuda" else s.experts) * experts)
-        self._experts: tuple[Any, ...] = ()
+        self.experts: tuple[Any, ...] = ()  # those of the first set; may be given
 
     def operands(self, generator: torch.Generator) -> MoeOperands:
         """Tokens and their routing; on a GPU beside the experts of the first set: others are touched then, and L2 holds few of them."""
         c, s = self.case, self.shape
         x = normal((c.tokens, s.hidden), torch.bfloat16, generator)
         weights, ids = kernelgen.route(normal((c.tokens, s.experts), torch.float32, generator), s.k)
-        experts = self._experts or self._new_experts(generator)
+        experts = self.experts or self._new_experts(generator)
         if self.device == "cuda":
-            self._experts = experts
+            self.experts = experts
         w13, w2, scale13, scale2, bias13, bias2 = experts
         return MoeOperands(x, w13, w2, weights, ids, scale13, scale2, bias13, bias2, torch.empty_like(x))
 
@@ -183,12 +183,14 @@ class MoeWorkload(Workload):
         return compare(result[-_SAMPLE_TOKENS:].cpu(), exact.cpu(), plain(c), what=self.problem)
 
     @staticmethod
-    def _some(w: Any, pick: list[int]) -> Any:
-        from kernelgen import reference
-
+    def _some(w: Any, pick: list[int]) -> torch.Tensor:
+        """Some experts; what mxfp4 means is bf16, exactly."""
         if isinstance(w, torch.Tensor):
             return w.view(torch.uint8)[pick].view(w.dtype) if w.dtype.itemsize == 1 else w[pick]
-        return reference.PackedWeight(w.format, (len(pick), *w.shape[1:]), w.group_size, w.codes[pick], w.scale[pick], None)
+        codes, scale = w.codes[pick].int(), torch.exp2(w.scale[pick].float() - 127)
+        values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=codes.device)
+        signed = torch.cat([values, -values])[torch.stack([codes & 15, codes >> 4], -1).flatten(-2)]
+        return (signed.unflatten(-1, (-1, 32)) * scale.unsqueeze(-1)).flatten(-2).bfloat16()
 
     def decision(self, operands: MoeOperands) -> Any:
         o = operands

@@ -45,6 +45,8 @@ _BLOCKS = "block_128x128"
 _RESERVED = 1024         # bytes of shared memory per block, taken by the driver
 _IN_FLIGHT = 72 << 10    # bytes of weights on their way to an SM: 34 KB are what it takes in a microsecond
 _SUM_FLOATS = 4096       # kSumFloats of the header
+_LONG = 32               # steps: hidden rows of more are not held
+_MOST_HELD = 66 << 10    # bytes of hidden rows beside mxfp4; more are held in passes
 _HELD_TOKENS = 8         # up to which rows stay in shared memory
 _SMS = 132               # where a target does not say
 
@@ -175,13 +177,9 @@ def _active(p: MoeProblem) -> float:
 
 
 def _tokens(p: MoeProblem) -> int:
-    """Columns of a product: an expert's usual number of tokens and half as many more; others take a second one."""
-    wanted = 1 if p.tokens == 1 else min(p.tokens, 1.5 * p.slots / _active(p) + 1)
+    """Columns of a product: an expert's usual number of tokens and some more; others take a second one."""
+    wanted = 1 if p.tokens == 1 else min(p.tokens, 1.3 * p.slots / _active(p) + 0.5)
     return next((n for n in _TOKENS if n >= wanted), _TOKENS[-1])
-
-
-def _stages(stage_rows: int, warps: int, blocks: int) -> int:
-    return max(3, min(16, 1 + round(_IN_FLIGHT / (blocks * warps * stage_rows * _STEP))))
 
 
 def _whole(parts: float, places: int) -> float:
@@ -189,31 +187,71 @@ def _whole(parts: float, places: int) -> float:
     return parts / (places * -(-parts // places))
 
 
+# What rows of weights at a time are worth beside each other, everything else being even. Measured on an H200 (2026-11-30,
+# tools/bench/results/tried/h200_moe_small_tune.json): 8 rows were slowest in every layer.
+_WORTH = {8: 0.7, 16: 0.93, 24: 0.97, 32: 1.0}
+
+
 def _ups(p: MoeProblem, sms: int) -> list[tuple[int, int, int, int]]:
-    """(rows, warps, stages, blocks), the most even first. Of equals, 16 rows, and 32 of fp8: Qwen3-30B with one token took 25.3 us with
-    them and 27.8 with 16, in bf16 25.4 and 25.7 (H200, 2026-11-30); 8 rows were slowest wherever they were measured.
-    """
-    def evenness(rows: int, blocks: int) -> float:
+    """(rows, warps, stages, blocks) of up, best first."""
+    if p.packed:  # bound by instructions: 12 warps, whose shares of K are as even as can be
+        steps = -(-_row_bytes(p, p.hidden) // _STEP)
+        shapes = [(4, 3), (6, 2), (8, 1), (12, 1)]
+        return [(32, warps, 3, blocks) for warps, blocks in sorted(shapes, key=lambda s: -_whole(steps, s[0]))]
+
+    def score(shape: tuple[int, int]) -> float:
+        rows, blocks = shape
         works = _active(p) * -(-p.intermediate // (rows // 2 if p.gated else rows))
-        return _whole(works, sms * blocks) - 0.03 * (rows == 8) + 0.005 * (rows == 32 and p.weight_dtype in _FP8)
+        return _whole(works, sms * blocks) * _WORTH[rows]
 
-    shapes = sorted(product((16, 8, 32), (1, 2)), key=lambda s: -evenness(*s))
-    return [(rows, 8, _stages(rows, 8, blocks), blocks) for rows, blocks in shapes]
+    return [(rows, 8, max(3, min(16, 1 + round(_IN_FLIGHT / (blocks * 8 * rows * _STEP)))), blocks)
+            for rows, blocks in sorted(product((32, 16, 8), (1, 2)), key=score, reverse=True)]
 
 
-def _downs(p: MoeProblem, sms: int) -> list[tuple[int, int, int, int]]:
-    """(rows, warps, split, stages), by how even the tiles are on the SMs and the units on the warps of a block."""
-    steps, active = -(-_row_bytes(p, p.intermediate) // _STEP), round(_active(p))
+def _downs(p: MoeProblem, sms: int) -> list[tuple[int, int, int]]:
+    """(rows, warps, split) of down, best first: how even tiles are on the SMs, units on a block's teams, and steps on a team's warps."""
+    steps, active = -(-_row_bytes(p, p.intermediate) // _STEP), _active(p)
+    long, splits = steps > _LONG, (1, 2, 4, 8) if p.tokens == 1 else (1, 2)
+    rows_of = (24, 16, 8) if p.packed else (32, 24, 16, 8)  # 32 rows of mxfp4 spill on sm_80
 
-    def cost(shape: tuple[int, int, int]) -> float:
+    def score(shape: tuple[int, int, int]) -> float:
         rows, warps, split = shape
-        teams, tiles = warps // split, -(-p.hidden // rows)
-        even = _whole(active * steps, 1) if warps == 1 else active * steps / (warps * -(-active // teams) * -(-steps // split))
-        return -_whole(tiles, sms) * even + 0.01 * (rows == 8) + 0.002 * split
+        teams = warps // split
+        turns = -(-round(active) // teams) if p.tokens == 1 else max(1.0, active / teams + 0.5)  # routing is random
+        even = active * steps / (warps * turns * (-(-steps // split) + 1))  # to begin a unit takes as long as a step
+        worth = _WORTH[rows] if not long else float(rows == 16)
+        # Few warps, and so more blocks beside each other, where there are few units with much to read.
+        return _whole(-(-p.hidden // rows), sms) * worth * even - 0.01 * split - 0.2 * ((warps == 4) != (long and p.tokens == 1))
 
-    shapes = sorted(((r, w, s) for r, w, s in product((16, 8), (8, 4, 16), (1, 2, 4, 8)) if w % s == 0), key=cost)
-    tiles = {rows: -(-p.hidden // rows) for rows in _ROWS}
-    return [(r, w, s, _stages(r, w, min(4, -(-tiles[r] // sms)))) for r, w, s in shapes]
+    return sorted(((r, w, s) for r, w, s in product(rows_of, (8, 4), splits) if w % s == 0), key=score, reverse=True)
+
+
+def _holding(p: MoeProblem) -> list[tuple[bool, bool, int]]:
+    """(up_held, down_held, down_passes), best first. Long rows come with the weights: Mixtral's took 212 us held and 169 so, one token."""
+    if p.tokens > _HELD_TOKENS:
+        return [(False, False, 1)]
+    if p.packed:
+        return [(True, True, n) for n in range(-(-_held(p, p.intermediate, 1, p.slots) // _MOST_HELD), 9)]
+    short = _row_bytes(p, p.intermediate) <= _LONG * _STEP
+    return [(True, True, 1), (True, False, 1), (False, False, 1)] if short else [(p.tokens > 1, False, 1), (False, False, 1)]
+
+
+def _fitted(p: MoeProblem, target: Target, config: Config, sms: int) -> Config | None:
+    """With as many stages, up to four in down, as leave an SM the blocks that it should have: those of down that the grid has for it, and
+    with one token one of each launch. None if two are too many.
+    """
+    tiles = -(-p.hidden // config.down_rows)
+    limit, wanted = target.shared_memory_per_block + _RESERVED, min(2, -(-tiles // sms))
+    fitting = []
+    for fewer, stages in product((0, 1, 2), (4, 3, 2)):
+        c = replace(config, up_stages=max(2, config.up_stages - fewer), down_stages=stages)
+        if legal(p, target, c):
+            up, down = (size + _RESERVED for size in shared_memory(p, c))
+            c = replace(c, up_blocks=max(1, min(c.up_blocks, limit // up)))
+            fitting.append(c)
+            if wanted * down <= limit and (p.tokens > 1 or up + down <= limit):
+                return c
+    return fitting[0] if fitting else None
 
 
 def candidates(problem: MoeProblem, target: Target) -> Iterator[Config]:
@@ -221,15 +259,12 @@ def candidates(problem: MoeProblem, target: Target) -> Iterator[Config]:
     at a time.
     """
     p, sms = problem, target.sm_count or _SMS
-    most, shapes = _tokens(p), list(product(_ups(p, sms), _downs(p, sms)))
-    holding = product((True, False), (True, False)) if p.tokens <= _HELD_TOKENS else ((False, False),)
-    helds, fewers = list(holding), (0, 2, 4, 8)
+    most, shapes, holding = _tokens(p), list(product(_ups(p, sms), _downs(p, sms))), _holding(p)
     for tokens in (n for n in reversed(_TOKENS) if n <= most):
-        for (rows, warps, stages, blocks), (down_rows, down_warps, split, down_stages) in shapes:
-            for (up, down), fewer in product(helds, fewers):
-                c = Config(tokens, rows, warps, max(2, stages - fewer), blocks, down_rows, down_warps, split, max(2, down_stages - fewer),
-                           up, down)
-                if legal(p, target, c):
+        for (rows, warps, stages, blocks), (down_rows, down_warps, split) in shapes:
+            for up, down, passes in holding:
+                c = _fitted(p, target, Config(tokens, rows, warps, stages, blocks, down_rows, down_warps, split, 4, up, down, passes), sms)
+                if c is not None:
                     yield c
                     break
 

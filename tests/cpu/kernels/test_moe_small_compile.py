@@ -54,7 +54,7 @@ def test_tuned_kernels_keep_their_resources() -> None:
 def test_choices_are_legal_and_fill_the_chip() -> None:
     """Any shape and number of tokens has a config; warps of down have the same work, and weights for a microsecond are on their way."""
     for shape in SHAPES:
-        for tokens in (1, 2, 8, 64):
+        for tokens in (1, 2, 8) if shape.packed else (1, 2, 8, 64):
             p = replace(shape, tokens=tokens)
             for target in (H200, A100, replace(Target.parse("sm_86"), sm_count=82)):
                 assert FAMILY.supports(p, target)
@@ -72,7 +72,7 @@ def test_one_spec_for_everything_that_varies_from_call_to_call() -> None:
 
 
 def test_dispatch_takes_it_for_few_tokens() -> None:
-    for tokens, kernel in ((1, "moe/small_cuda"), (512, "moe/layer")):
+    for tokens, kernel in ((1, "moe/small_cuda"), (8, "moe/small_cuda"), (9, "moe/layer")):
         decision = kernelgen.explain("moe", (tokens, 2048), (128, 1536, 2048), (128, 2048, 768), (tokens, 8), (tokens, 8), target="sm_90a")
         assert decision.chosen is not None and decision.chosen.kernel == kernel
         assert "moe/small_cuda" in str(decision) and "moe/layer" in str(decision)
@@ -81,7 +81,7 @@ def test_dispatch_takes_it_for_few_tokens() -> None:
 def test_refusals_name_the_value() -> None:
     for change, words in (
         ({"tokens": 65}, "65 tokens"), ({"tokens": 0}, "0 tokens"), ({"tokens": 64, "k": 40}, "2560 slots"),
-        ({"experts": 2000}, "2000 experts"),
+        ({"experts": 2000}, "2000 experts"), ({"tokens": 9, "weight_dtype": "mxfp4", "packed": (FORM, FORM)}, "9 tokens beside mxfp4"),
         ({"x_dtype": "fp32", "out_dtype": "fp32"}, "fp32"), ({"shared": 512}, "shared"), ({"alignment": 8}, "8 bytes"),
         ({"hidden": 2052}, "2052"), ({"intermediate": 77}, "77"), ({"weight_dtype": "int4"}, "int4"),
         ({"weight_dtype": "mxfp4", "x_dtype": "fp16", "out_dtype": "fp16"}, "mxfp4"), ({"slot_dtype": "fp64"}, "fp64"),

@@ -139,7 +139,10 @@ struct DenseSm90 : Options {
     for (; tiles.find(p, index, tile); index += step) {
       if (!leader) continue;
       const int boxes_a = kRowGroups ? min(kBoxesA, ceil_div(tile.row_end - tile.m, kBoxA)) : kBoxesA;
-      const int bytes_a = kGatherBoxes ? min(kBlockM, tile.row_end - tile.m) * kSwizzleRowBytes : kGather ? 0 : kRowGroups ? TileA::kBytes / kBoxesA * boxes_a : TileA::kBytes;
+      const int bytes_a = kGatherBoxes ? min(kBlockM, tile.row_end - tile.m) * kSwizzleRowBytes
+                          : kGather    ? 0
+                          : kRowGroups ? TileA::kBytes / kBoxesA * boxes_a
+                                       : TileA::kBytes;
       const int bytes = bytes_a + TileB::kBytes + Scales::row_bytes(p);
       for (int k = tile.k_first; k < tile.k_end; k += kDepth) {
         ring.wait_empty(at);

@@ -23,12 +23,13 @@ struct GatheredRows {
   int copies;              // with rows of the tile
 
   __device__ void find(const DenseSm90Params& p, const OutputTile& tile, int warp) {
-    const int first = tile.m + warp * kOwn;
+    const int first = tile.m + warp * kOwn, left = tile.row_end - first - lane_id() / 8;
+    const int32_t* rows = p.rows + first + lane_id() / 8;  // one address: this warp has 40 registers
     copies = max(0, min(kCopies, ceil_div(tile.row_end - first, kRowsOfCopy)));
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
-      const int row = min(first + i * kRowsOfCopy + lane_id() / 8, tile.row_end - 1);
-      from[i] = static_cast<uint32_t>(p.rows[row]) * static_cast<uint32_t>(p.a_row) + lane_id() % 8;
+      const int row = i * kRowsOfCopy < left ? rows[i * kRowsOfCopy] : 0;  // behind the group any row will do
+      from[i] = static_cast<uint32_t>(row) * static_cast<uint32_t>(p.a_row) + lane_id() % 8;
     }
   }
 

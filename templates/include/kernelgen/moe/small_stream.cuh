@@ -1,14 +1,14 @@
 // Rows of weights on their way through a warp, for moe/small_cuda: each warp has a ring of its own in shared memory and no barrier
 // with others.
 //
-//   stage   128 bytes of each of kRows rows (twice 16 bytes a lane: 8 rows are 1,024 bytes), as many elements of kTokens rows of x, and
+//   stage   128 bytes of each of kRows rows (8 rows are 1,024 bytes), as many elements of kTokens rows of x, and
 //           the scales of blocks; where rows of x are held (small_rows.cuh) none of these
 //   copies  cp.async, kStages - 1 steps ahead of the products, over the ends of the units: a warp that begins a new expert has its
 //           first rows already
 //   product mma m16n8k16, rows of weights as A, tokens as its eight columns
 //
-// A row of weights reaches the registers that its lane copied it for; of x a lane reads what others copied, so a warp meets once
-// a step. Tokens that a unit does not have are copies of its last one: a column of a product sees no other column.
+// A copy of a warp is 128 bytes, a whole line, of four rows; a lane multiplies 16 bytes twice of each row, which others copied, so a warp
+// meets once a step. Tokens that a unit does not have are copies of its last one: a column of a product sees no other column.
 #pragma once
 
 #include <kernelgen/cuda/cp_async.cuh>
@@ -51,7 +51,7 @@ struct SmallStream : Options {
   static constexpr int kHalves = 2, kStepBytes = kHalves * 64;  // of a row
   static constexpr int kStepDepth = kHalves * Weights::kDepth;  // elements
   static constexpr int kTokenBytes = kTokens * 64;              // of a chunk of 8 elements of each lane
-  static constexpr int kXAt = kEights * kHalves * 512, kScalesAt = kXAt + (kHeld ? 0 : kHalves * Weights::kChunksOfX * kTokenBytes);
+  static constexpr int kXAt = kEights * 1024, kScalesAt = kXAt + (kHeld ? 0 : kHalves * Weights::kChunksOfX * kTokenBytes);
   // A row's scales of 32 in a step are 8 bytes of any alignment: the words that hold them, dealt to the lanes.
   static constexpr bool kFourBit = Weights::kFourBit;
   static constexpr int kScaleWords = kFourBit ? 3 * kRows : 0, kScaleCopies = ceil_div(kScaleWords, kWarpSize);
@@ -106,7 +106,7 @@ struct SmallStream : Options {
   // What is copied next. Work `at` is a unit and a tile of outputs; a warp takes every `stride`-th, in each pass.
   struct Cursor {
     int first, at, stride, total, pass, step, end;
-    const char* weights[kEights];
+    const char* weights[2 * kEights];  // of each four rows
     const T* x[kColumns];
     const float* scales;
     const char* words[max_of(1, kScaleCopies)];
@@ -131,9 +131,9 @@ struct SmallStream : Options {
     const int before = c.step * kSplit + part;  // steps of all parts
     const char* base = kUp ? p.w13 + unit.expert * p.w13_expert : p.w2 + unit.expert * p.w2_expert;
 #pragma unroll
-    for (int i = 0; i < kEights; ++i) {
-      const int row = min(row_of(p, output, i, group), last_row(p));  // rows behind the last are not stored
-      c.weights[i] = base + row * (kUp ? p.w13_row : p.w2_row) + before * kStepBytes + place * 16;
+    for (int i = 0; i < 2 * kEights; ++i) {
+      const int row = min(row_of(p, output, i / 2, i % 2 * 4 + lane / 8), last_row(p));  // rows behind the last are not stored
+      c.weights[i] = base + row * (kUp ? p.w13_row : p.w2_row) + before * kStepBytes + lane % 8 * 16;
     }
 #pragma unroll
     for (int t = 0; t < kColumns && !kHeld; ++t) {
@@ -177,7 +177,7 @@ struct SmallStream : Options {
     if (c.at >= c.total) return;
     if (++c.step < c.end) {
 #pragma unroll
-      for (int i = 0; i < kEights; ++i) c.weights[i] += kSplit * kStepBytes;
+      for (int i = 0; i < 2 * kEights; ++i) c.weights[i] += kSplit * kStepBytes;
 #pragma unroll
       for (int t = 0; t < kColumns && !kHeld; ++t) c.x[t] += kSplit * kStepDepth;
 #pragma unroll
@@ -191,21 +191,21 @@ struct SmallStream : Options {
 
   __device__ uint32_t stage_at(int index) const { return ring + index * kStageBytes; }
 
-  // Where 16 bytes of a row lie among those of eight rows. ldmatrix takes the same place of all rows, from eight different banks.
-  __device__ static int chunk_at(int row, int place) { return (row * 4 + (kFourBit ? place ^ (row / 2 & 3) : place)) * 16; }
+  // Where a row's 16 bytes `chunk` of its 128 lie among those of eight rows. All of a row, the same chunk of all rows (ldmatrix), and four
+  // chunks of two neighbouring rows (a quarter of a warp's load) come from different banks. Chunk + 4 is 64 bytes further or before: ^ 64.
+  __device__ static int chunk_at(int row, int chunk) { return row * 128 + (chunk ^ ((row % 2) * 4 + row / 2)) * 16; }
 
-  // Whether half `half` of the step has anything for this lane.
+  // Whether half `half` of the step has x for this lane.
   __device__ bool exists(const Cursor& c, int half) const {
     return (c.step * kSplit + part) * kStepBytes + half * 64 + place * 16 < bytes;
   }
 
   __device__ void copy_weights(const Cursor& c, uint32_t stage) const {
     if (c.at >= c.total) return;
+    const bool valid = (c.step * kSplit + part) * kStepBytes + lane % 8 * 16 < bytes;
 #pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
-      const bool valid = exists(c, half);
-#pragma unroll
-      for (int i = 0; i < kEights; ++i) cp_async_16(stage + (i * kHalves + half) * 512 + chunk_at(group, place), c.weights[i] + half * 64, valid);
+    for (int i = 0; i < 2 * kEights; ++i) {
+      cp_async_16(stage + i / 2 * 1024 + chunk_at(i % 2 * 4 + lane / 8, lane % 8), c.weights[i], valid);
     }
     if constexpr (kBlocks) {
       const int block = (c.step * kSplit + part) * kStepDepth / 128;
@@ -220,18 +220,17 @@ struct SmallStream : Options {
   }
 
   __device__ void copy_x(const Cursor& c, uint32_t stage) const {
-    if (kHeld || c.at >= c.total) return;
+    if constexpr (!kHeld) {
+      constexpr int kChunks = Weights::kChunksOfX;
+      if (c.at >= c.total) return;
 #pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
-      const bool valid = exists(c, half);
+      for (int half = 0; half < kHalves; ++half) {
+        const bool valid = exists(c, half);
 #pragma unroll
-      for (int t = 0; t < kColumns; ++t) {
-        if (kTokens >= 8 || group < kTokens) {
-#pragma unroll
-          for (int i = 0; i < Weights::kChunksOfX; ++i) {
-            const uint32_t target = stage + kXAt + (half * Weights::kChunksOfX + i) * kTokenBytes + t * 512 + lane * 16;
-            cp_async_16(target, c.x[t] + half * Weights::kDepth + 8 * i, valid);
-          }
+        for (int i = 0; i < kColumns * kChunks; ++i) {
+          const int t = i / kChunks, chunk = i % kChunks;
+          const uint32_t target = stage + kXAt + (half * kChunks + chunk) * kTokenBytes + t * 512 + lane * 16;
+          if (kTokens >= 8 || group < kTokens) cp_async_16(target, c.x[t] + half * Weights::kDepth + 8 * chunk, valid);
         }
       }
     }
@@ -252,7 +251,7 @@ struct SmallStream : Options {
   __device__ void multiply_half(Sums& sums, uint32_t from, const X& of_x, int half, bool fresh) const {
     uint32_t rows[2 * kTiles][4], x[kColumns][Weights::kChunksOfX][4];
 #pragma unroll
-    for (int i = 0; i < kEights; ++i) load_chunk(rows[i], from + (i * kHalves + half) * 512 + lane * 16);
+    for (int i = 0; i < kEights; ++i) load_chunk(rows[i], from + i * 1024 + (chunk_at(group, place) ^ half * 64));
     if constexpr (kEights % 2 == 1) rows[kEights][0] = rows[kEights][1] = rows[kEights][2] = rows[kEights][3] = 0;
 #pragma unroll
     for (int t = 0; t < kColumns; ++t) {
@@ -307,7 +306,7 @@ struct SmallStream : Options {
     for (int half = 0; half < kHalves; ++half) {
       uint32_t rows[2 * kTiles][4] = {}, x[kColumns][4][4];
 #pragma unroll
-      for (int i = 0; i < kEights; ++i) ldmatrix_x4(rows[i], from + (i * kHalves + half) * 512 + chunk_at(lane % 8, lane / 8));
+      for (int i = 0; i < kEights; ++i) ldmatrix_x4(rows[i], from + i * 1024 + (chunk_at(lane % 8, lane / 8) ^ half * 64));
 #pragma unroll
       for (int t = 0; t < kColumns; ++t) {
 #pragma unroll
