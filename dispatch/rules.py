@@ -39,9 +39,13 @@ class Rule:
 # more than 128 rows (192 - 512 rows: best for 576 and 2112 columns, never for 4096).
 # Of many small products in a batch dense_sm90 is the better one sooner (64 rows: 9.0 us for 9.7, 8.7 for 9.1; 32 rows: 7.7 and 7.4, 7.7 and
 # 7.3; tools/bench/results/tried/h200_batched.json).
-FEW_ROWS, FEW_COLUMNS, FEW_ROWS_OF_MANY = 64, 4096, 32
-# 16-bit rows from which dense tiles, which can share K too, were the better product for few columns as well (192 - 512 rows of 576 and
-# 2112 columns: 0.5 - 1.05 of the time of skinny_sm90's best; H200, 2026-11-30, tools/bench/results/tried/h200_tune_dense.json).
+# With more than 32 rows of fp8, sums promoted, and 48 of 16 bits the tiles of dense_sm90 are the better ones more often than not, and the
+# estimates decide (64 rows: fp8 up to 1.3 x as fast as skinny_sm90, 16 bits 1.0 - 1.11; 32 rows of fp8: slower but for 24576 columns;
+# tools/bench/results/tried/h200_tune_few_rows.json).
+FEW_ROWS, FEW_COLUMNS, FEW_ROWS_OF_MANY, FEW_ROWS_OF_FP8, FEW_ROWS_OF_HALVES = 64, 4096, 32, 32, 48
+# Rows from which dense tiles, which can share K too, were the better product for few columns as well (192 - 512 rows of 576 and
+# 2112 columns: 0.5 - 1.05 of the time of skinny_sm90's best; fp8, 256 and 512 rows: 0.76 - 0.9; H200, 2026-11-30,
+# tools/bench/results/tried/h200_tune_dense.json, h200_tune_few_rows.json).
 DENSE_ROWS = 192
 
 
@@ -106,12 +110,16 @@ def _many_products(p: Any, target: Target) -> bool:
 def _skinny(p: Any, target: Target) -> bool:
     """Few rows, where b's bytes are what counts, and else by the estimates of both Hopper products (imported when one is called)."""
     from kernelgen.kernels.gemm import dense_sm90, skinny_sm90
+    from kernelgen.kernels.gemm.sm90 import kind_of_sums
 
     if _many_products(p, target):
         return p.m <= FEW_ROWS_OF_MANY
-    if p.m > 128 and (p.n >= FEW_COLUMNS or (p.m >= DENSE_ROWS and p.a_dtype in ("bf16", "fp16"))):
+    if p.m > 128 and (p.n >= FEW_COLUMNS or p.m >= DENSE_ROWS):
         return False
-    return p.m <= FEW_ROWS or skinny_sm90.estimate(p, target) <= dense_sm90.estimate(p, target)
+    few = FEW_ROWS  # of a batch, and of fp8 that is not promoted, too
+    if p.batch == 1:
+        few = FEW_ROWS_OF_FP8 if kind_of_sums(p) != "plain" else FEW_ROWS_OF_HALVES if p.a_dtype in ("bf16", "fp16") else FEW_ROWS
+    return p.m <= few or skinny_sm90.estimate(p, target) <= dense_sm90.estimate(p, target)
 
 
 # Codes from which packed_sm90 was measured: fewer are read in less time than its start takes.

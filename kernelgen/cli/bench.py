@@ -32,10 +32,12 @@ def bench(
 
     \b
     attention        prefill forward                     gemm        matrix products
-    attention-short  prefill forward, short problems     rows        rmsnorm, silu_and_mul
+    attention-short  prefill forward, short problems     route       router logits to experts
+    decode           decode over a paged cache           moe         layers of experts
+    decode-dense     decode over dense keys              rows        rmsnorm, silu_and_mul
     first-call       import, first call, host cost of a call, size of the wheel
 
-    Default: attention, gemm, rows. Numbers are checked first; what is wrong is not timed, and the exit status is 1 if
+    Default: attention, decode, gemm, rows. Numbers are checked first; what is wrong is not timed, and the exit status is 1 if
     that is kernelgen's own candidate.
     """
     from dataclasses import replace

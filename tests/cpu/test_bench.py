@@ -369,6 +369,11 @@ def test_bench_command_writes_a_results_file(tmp_path: Path, monkeypatch: pytest
     assert done.exit_code == (0 if read.rows[0].us else 1), "the exit status says whether our own candidate was timed"
 
 
+def test_bench_help_names_every_suite() -> None:
+    words = CliRunner().invoke(bench, ["--help"]).output.split()
+    assert set(SUITES) <= set(words) and all(f"{name}," in words or f"{name}." in words for name in DEFAULT)
+
+
 def test_bench_command_refuses_what_it_cannot_do() -> None:
     assert CliRunner().invoke(bench, ["nonsense"]).exit_code == 2
     nothing = CliRunner().invoke(bench, ["rows", "--device", "cpu", "--only", "no such problem"])

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_
 RECIPES = ("block_128x128", "block_1x128")
 DENSE = (Config(1, 2, 128, 5), Config(1, 2, 192, 4, parts=2), Config(2, 2, 128, 4, parts=2, slabs=1), Config(1, 2, 160, 5, parts=2),
          Config(1, 1, 64, 8), Config(1, 2, 128, 5, 2, 1, parts=2), Config(1, 2, 128, 4, 1, 2), Config(1, 1, 128, 8),
-         Config(1, 2, 96, 5, parts=3), Config(1, 3, 64, 4, slabs=1))
+         Config(1, 2, 96, 5, parts=3), Config(1, 3, 64, 4, slabs=1), Config(1, 2, 256, 4, 2, 1, parts=4), Config(1, 1, 96, 10, 2, 1))
 SKINNY = (Skinny(1, 8, 4, 2, 2, 2), Skinny(1, 16, 6, 2, 1, 1), Skinny(2, 16, 4, 1, 2, 4), Skinny(1, 64, 4, 2, 1, 2),
           Skinny(1, 128, 4, 1, 1, 8))
 

@@ -31,7 +31,7 @@ BASE = GemmProblem(1, 1, 1, 1, "bf16", "bf16", "bf16", b_order="col")
 WORDS = {"r": "row", "c": "col"}
 CONFIGS = [*(m.config for m in dense_sm90.MEASURED["plain"]), Config(1, 2, 256, 4, 2, 1), Config(2, 2, 128, 4, 2, 1),
            Config(1, 2, 128, 6, 2, 1), Config(2, 2, 80, 4), Config(1, 2, 256, 4, 1, 2), Config(2, 1, 128, 4), Config(1, 2, 128, 4, 2, 2),
-           Config(1, 1, 128, 4, resident=2), Config(1, 3, 192, 3)]
+           Config(1, 1, 128, 4, resident=2), Config(1, 3, 192, 3), Config(1, 1, 96, 10, 2, 1)]
 SHARED_K = [Config(1, 2, 128, 6, split_k=2), Config(1, 2, 144, 5, split_k=8), Config(1, 3, 192, 4, split_k=4),
             Config(2, 2, 128, 4, split_k=2), Config(1, 1, 64, 10, split_k=8), Config(1, 2, 72, 4, split_k=4),
             Config(1, 1, 128, 4, split_k=2, resident=2), Config(1, 2, 256, 4, split_k=4)]

@@ -104,6 +104,14 @@ def test_sizes_change_under_a_prepared_call(grouping: str) -> None:
     run(filled(grouping, (100, 0, 200, 84), Product(64, 136, 256, "bf16")), others=others)
 
 
+@pytest.mark.parametrize("config", (SQUARE, TALL, TURNS), ids=str)
+@pytest.mark.parametrize("grouping", ("rows", "masked"))
+def test_tiles_turn_from_round_to_round(grouping: str, config: Config) -> None:
+    """Groups of several tiles of rows, the last of few, with more tiles than the chip has blocks: each is computed once."""
+    for sizes in ((192,) * 16, (300, 0, 2200, 77, 1), (1200, 65)):
+        run(filled(grouping, sizes, Product(0, 3000, 72, "bf16")), config)
+
+
 def test_many_groups_of_few_rows() -> None:
     run(Grouped("masked", (20,) * 32, Product(0, 384, 512, scales="block_128x128")))
     run(Grouped("rows", tuple(i % 3 for i in range(1000)), Product(0, 64, 128, "bf16")))

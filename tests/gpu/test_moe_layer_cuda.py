@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,13 @@ import pytest
 import torch
 
 import kernelgen
+from kernelgen.dispatch import select
+from kernelgen.kernels.moe import layer as layer_steps
 from kernelgen.testing.data import random_tensor
 from kernelgen.testing.moe_layer import check_moe, layer, pack_experts, quantize_experts
 from kernelgen.testing.tolerance import assert_bits_equal
 
+moe_op = importlib.import_module("kernelgen.ops.moe")  # the package has a function of that name
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -57,6 +61,42 @@ def test_layer(name: str) -> None:
         check_moe(CASES[name](tokens), what=f"{name} {tokens}")
 
 
+GATHERED: dict[str, Callable[[int], dict[str, Any]]] = {
+    "bf16": lambda t: cuda(t, 12, 3, 264, 200, seed=t),
+    "fp16, k of 8": lambda t: cuda(t, 32, 8, 1032, 96, FP16, seed=t),
+    "one slot": lambda t: cuda(t, 5, 1, 512, 128, seed=t),
+    "bias, interleaved": lambda t: cuda(t, 16, 4, 320, 320, activation="swiglu_oai", biases=BF16, seed=t) | {"gate_up": "interleaved"},
+    "fp8 blocks": lambda t: quantize_experts(cuda(t, 24, 6, 1152, 256, seed=t), "block_128x128", "block_128x128"),
+    "fp8 codes": lambda t: quantize_experts(cuda(t, 160, 8, 256, 384, seed=t), "block_128x128", "block_128x128"),
+}
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_first_product_gathers_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hopper: the same bits as from copies of the tokens, whatever the routing."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the products of Hopper")
+    gathering = layer_steps._first_product
+    for tokens in (40, 333):
+        c = GATHERED[name](tokens)
+        ids = c["ids"].clone()
+        for routing, changed in {"random": ids, "skipped": torch.where(ids % 3 == 0, -1, ids), "none": torch.full_like(ids, -1),
+                                 "one expert": torch.full_like(ids, 2)}.items():
+            c["ids"] = changed
+            results = []
+            for copies in (False, True):
+                monkeypatch.setattr(layer_steps, "_first_product", (lambda p, t: layer_steps._product(p, 0)) if copies else gathering)
+                select.forget()
+                moe_op._calls.clear()
+                chosen = kernelgen.explain("moe", **c, backend="generated").chosen
+                assert chosen is not None and ("permute" in dict(chosen.config.decisions)) is copies
+                results.append(check_moe(c, what=f"{name} {tokens}") if routing == "random" and not copies else
+                               kernelgen.moe(**c, backend="generated"))
+            assert_bits_equal(results[0], results[1], what=f"{name} {tokens} {routing}")
+    select.forget()
+    moe_op._calls.clear()
+
+
 @pytest.mark.parametrize("ids", ("one expert", "none", "mixed", "repeated"))
 def test_routing(ids: str) -> None:
     c = cuda(300, 32, 4, 256, 128)
@@ -78,18 +118,18 @@ def test_shards_and_shared_expert() -> None:
     check_moe(c | {"shared": shared}, what="shared")
 
 
-@pytest.mark.parametrize("name", ("qwen3", "deepseek fp8"))
-def test_a_thousand_repeats_and_a_graph(name: str) -> None:
-    c = CASES[name](64)
+@pytest.mark.parametrize("name, tokens", (("qwen3", 64), ("deepseek fp8", 64), ("fp8 codes", 1100), ("qwen3", 1100)))
+def test_a_thousand_repeats_and_a_graph(name: str, tokens: int) -> None:
+    c = CASES[name](tokens)
     first = kernelgen.moe(**c, backend="generated")
     for _ in range(1000):
         assert torch.equal(kernelgen.moe(**c, backend="generated"), first)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = kernelgen.moe(**c, backend="generated")
-    other = CASES[name](65)
+    other = CASES[name](tokens + 1)
     for part in ("x", "weights", "ids"):
-        c[part].copy_(other[part][:64])
+        c[part].copy_(other[part][:tokens])
     graph.replay()
     replayed = captured.clone()
     assert_bits_equal(replayed, kernelgen.moe(**c, backend="generated"), what="replayed on new tokens")

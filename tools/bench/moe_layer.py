@@ -133,7 +133,8 @@ def measured(case: MoeCase, protocol: Protocol) -> tuple[Row, ...]:
         return kernelgen.moe(*o[:5], out=o.out, backend="generated", deterministic=False, **work._options(o))
 
     calls = {c.name: (c.call, c.peer, c.missing) for c in work.candidates() if c.name != "torch loop"}
-    for label, (call, peer, missing) in (calls | {_FREE: (free, False, "")}).items():
+    others = {_FREE: (free, False, "")} if TARGETS.get((case.model, case.tokens, case.recipe), (0, None))[1] else {}
+    for label, (call, peer, missing) in (calls | others).items():
         if missing:
             continue
         poison_(sets[0].out)

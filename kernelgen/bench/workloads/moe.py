@@ -14,7 +14,7 @@ from kernelgen.dtypes import DTYPES
 from kernelgen.ops.weights import PackedWeight
 from kernelgen.testing.tolerance import Comparison, compare
 
-_SAMPLE_TOKENS = 8  # each is multiplied by its experts in float64
+_SAMPLE_TOKENS = 4  # each is multiplied by its experts in float64
 
 
 class RouteOperands(NamedTuple):
@@ -105,6 +105,7 @@ class MoeWorkload(Workload):
         self.traffic = int(touched * experts + 4 * case.tokens * s.hidden)
         self.set_bytes = int((touched if device == "cuda" else s.experts) * experts)
         self.experts: tuple[Any, ...] = ()  # those of the first set; may be given
+        self._expected: tuple[MoeOperands, torch.Tensor, torch.Tensor] | None = None  # of the operands that were checked last
 
     def operands(self, generator: torch.Generator) -> MoeOperands:
         """Tokens and their routing; on a GPU beside the experts of the first set: others are touched then, and L2 holds few of them."""
@@ -169,18 +170,22 @@ class MoeWorkload(Workload):
 
     def check(self, operands: MoeOperands, result: torch.Tensor) -> Comparison:
         """The last tokens, on their experts alone."""
+        if self._expected is None or self._expected[0] is not operands:
+            self._expected = (operands, *self._references(operands))
+        _, exact, plain = self._expected
+        return compare(result[-_SAMPLE_TOKENS:].cpu(), exact, plain, what=self.problem)
+
+    def _references(self, o: MoeOperands) -> tuple[torch.Tensor, torch.Tensor]:
         from kernelgen import reference
         from kernelgen.testing.moe_layer import plain
 
-        o = operands
         used, ids = o.ids[-_SAMPLE_TOKENS:].unique(return_inverse=True)
         pick = used.tolist()
         experts = [self._some(w, pick) for w in (o.w13, o.w2)]
         some = {name: None if t is None else t[pick] for name, t in self._options(o).items() if isinstance(t, torch.Tensor) or t is None}
         c = dict(x=o.x[-_SAMPLE_TOKENS:], w13=experts[0], w2=experts[1], weights=o.weights[-_SAMPLE_TOKENS:], ids=ids)
         c = c | {name: v for name, v in self._options(o).items() if isinstance(v, str)} | some
-        exact = reference.moe(**c)
-        return compare(result[-_SAMPLE_TOKENS:].cpu(), exact.cpu(), plain(c), what=self.problem)
+        return reference.moe(**c).cpu(), plain(c)
 
     @staticmethod
     def _some(w: Any, pick: list[int]) -> torch.Tensor:

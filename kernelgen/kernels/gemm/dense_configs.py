@@ -24,7 +24,6 @@ class Config:
                while the other is added to the totals
     split_k    blocks of a cluster that share K, and add up in a fixed order; one tile each, for tiles that do not fill the chip
     resident   blocks of an SM, of one consumer each: the epilogue of one runs beside the products of another
-    row_boxes  gathered rows of a come by the copy engine, one at a time, instead of by cp.async
     """
 
     mma_m: int
@@ -39,7 +38,6 @@ class Config:
     parts: int = 1
     split_k: int = 1
     resident: int = 1
-    row_boxes: bool = False
 
     def __str__(self) -> str:
         words = f"{self.block_m}x{self.block_n} g{self.consumers} s{self.stages} c{self.cluster_m}x{self.cluster_n}"
@@ -48,7 +46,6 @@ class Config:
         words += f" p{self.parts}" if self.parts != 1 else ""
         words += f" k{self.split_k}" if self.split_k != 1 else ""
         words += f" x{self.resident}" if self.resident != 1 else ""
-        words += " boxes" if self.row_boxes else ""
         return words + (f" b{self.slabs}" if self.slabs != 2 else "")
 
     @property
@@ -74,41 +71,46 @@ class Measured(NamedTuple):
     finish: float
 
 
-# 2026-11-30, docs/design/hopper.md. "promoted": fp8 sums added to float32 totals at each step; "blocks": times their scales.
+# Of many rows (M = 4096), one problem at a time beside its peer, as tools/bench/gemm_hopper.py does it: 2026-11-30,
+# results/tried/h200_gemm_clusters.json; those that are not there scaled from older runs. "promoted": fp8 sums added to float32
+# totals at each step; "blocks": times their scales.
 MEASURED: dict[str, tuple[Measured, ...]] = {
     "plain": (
-        Measured(Config(1, 2, 256, 4), 0.688, 1.6),
-        Measured(Config(2, 2, 128, 4), 0.695, 1.6),
-        Measured(Config(1, 2, 224, 4), 0.596, 1.4),
-        Measured(Config(1, 3, 176, 4, slabs=1), 0.710, 1.6),
-        Measured(Config(1, 2, 208, 4), 0.545, 1.3),
-        Measured(Config(1, 2, 192, 4), 0.511, 1.2),
-        Measured(Config(1, 2, 160, 5), 0.440, 1.1),
-        Measured(Config(1, 2, 144, 5), 0.400, 1.1),  # between its neighbours; four of them are 576 columns
-        Measured(Config(2, 2, 176, 4, pingpong=True), 0.472, 0.1),
-        Measured(Config(2, 2, 128, 5, pingpong=True), 0.343, 0.1),
-        Measured(Config(1, 2, 128, 6), 0.361, 1.1),
+        Measured(Config(1, 2, 256, 4, band_rows=16), 0.652, 1.85),
+        Measured(Config(2, 2, 128, 4, 1, 2), 0.653, 1.9),
+        Measured(Config(1, 2, 224, 4), 0.592, 1.5),
+        Measured(Config(1, 3, 176, 4, slabs=1), 0.700, 1.6),
+        Measured(Config(1, 2, 208, 4), 0.550, 1.25),
+        Measured(Config(1, 2, 192, 4), 0.510, 1.2),
+        Measured(Config(1, 2, 160, 5), 0.430, 1.1),
+        Measured(Config(1, 2, 144, 5), 0.395, 1.1),  # four of them are 576 columns
+        Measured(Config(2, 2, 176, 4, pingpong=True), 0.470, 0.4),
+        Measured(Config(2, 2, 128, 5, pingpong=True), 0.344, 0.5),
+        Measured(Config(1, 2, 128, 6), 0.355, 1.1),
         Measured(Config(1, 1, 128, 8), 0.213, 0.8),
         Measured(Config(1, 2, 64, 8), 0.260, 0.8),
         Measured(Config(1, 1, 64, 10), 0.184, 0.6),
     ),
     "promoted": (
-        Measured(Config(2, 2, 128, 4, parts=2), 0.800, 2.56),
-        Measured(Config(1, 2, 192, 4, parts=2), 0.600, 2.10),
-        Measured(Config(1, 2, 176, 4, parts=2), 0.545, 2.61),
-        Measured(Config(1, 2, 160, 5, parts=2), 0.505, 2.34),
-        Measured(Config(1, 2, 128, 6), 0.397, 2.15),
-        Measured(Config(1, 1, 128, 8), 0.297, 1.39),
-        Measured(Config(1, 2, 64, 8), 0.318, 0.87),
-        Measured(Config(1, 1, 64, 10), 0.186, 1.18),
+        Measured(Config(2, 2, 128, 4, 1, 2, parts=2), 0.710, 1.87),
+        Measured(Config(2, 2, 128, 4, parts=2), 0.725, 1.9),
+        Measured(Config(1, 2, 256, 4, parts=4), 0.730, 2.0),
+        Measured(Config(1, 2, 192, 4, parts=2), 0.514, 1.87),
+        Measured(Config(1, 2, 176, 4, parts=2), 0.503, 1.9),
+        Measured(Config(1, 2, 160, 5, parts=2), 0.500, 1.9),
+        Measured(Config(1, 2, 128, 6), 0.374, 1.31),
+        Measured(Config(1, 1, 128, 8), 0.260, 1.2),
+        Measured(Config(1, 2, 64, 8), 0.270, 0.9),
+        Measured(Config(1, 1, 64, 10), 0.180, 1.1),
     ),
-    "blocks": (  # the first three by the run of results/tried/h200_gemm_blocks.json, the others scaled like them
-        Measured(Config(2, 2, 128, 4, parts=2, slabs=1), 0.870, 2.2),
-        Measured(Config(1, 2, 192, 4, parts=2), 0.630, 1.5),
-        Measured(Config(1, 2, 128, 5), 0.430, 1.0),
-        Measured(Config(1, 2, 160, 5, parts=2), 0.600, 1.3),
-        Measured(Config(1, 1, 128, 8), 0.286, 0.6),
-        Measured(Config(1, 1, 64, 10), 0.210, 0.5),
+    "blocks": (  # the second for groups, which have no clusters
+        Measured(Config(1, 2, 256, 4, 2, 1, parts=4), 0.745, 1.5),
+        Measured(Config(1, 2, 256, 4, band_rows=16, parts=4), 0.755, 1.6),
+        Measured(Config(1, 2, 192, 4, parts=2), 0.560, 1.85),
+        Measured(Config(1, 2, 160, 5, parts=2), 0.530, 1.3),
+        Measured(Config(1, 2, 128, 5), 0.409, 1.07),
+        Measured(Config(1, 1, 128, 8), 0.270, 0.8),
+        Measured(Config(1, 1, 64, 10), 0.190, 0.7),
     ),
 }
 
@@ -128,8 +130,64 @@ GROUPED: dict[str, tuple[Measured, ...]] = {
 }
 
 
-# The same for 129 - 1023 rows of 16 bits, where the clock is higher and tiles are few: a fit to 30 problems of M 192 - 768, whose choices
-# are within 0.5 % of the best of what was searched in the mean, 5 at worst (docs/design/hopper.md; tools/tune.py).
+# With gathered rows of a: 16 KB of them take at least 0.6 us of an SM, whatever is beside them. Of fewer rows than a tile has less comes.
+GATHERED: dict[str, tuple[Measured, ...]] = {
+    "plain": (Measured(Config(1, 2, 256, 4), 0.670, 1.6), Measured(Config(1, 2, 192, 4), 0.85, 1.2),
+              Measured(Config(2, 2, 128, 5, pingpong=True), 0.62, 0.1), Measured(Config(1, 1, 128, 8), 0.25, 0.8),
+              Measured(Config(1, 1, 64, 10), 0.22, 0.6)),
+    "blocks": (Measured(Config(1, 1, 256, 5, parts=4), 0.55, 2.7), Measured(Config(1, 2, 256, 4, parts=4), 1.25, 1.4)),
+}
+
+
+class Fit(NamedTuple):
+    """What was fitted to searches of problems with fewer rows, where the clock is higher, tiles are few and bytes count.
+
+    beyond   how much longer tiles take for the share of their rows that lies beyond the matrix, which the copy engine fills with zeros
+    bytes_per_us, start  of memory, and what a product takes beside its bytes
+    again    the share of the bytes' time that is added where many rows of tiles read b, each by itself: half of it for two
+    uneven   and for the share of the SMs that has no tile in the last of several waves
+    """
+
+    rows: range
+    measured: tuple[Measured, ...]
+    beyond: float = 1.4
+    bytes_per_us: float = 4.4e6
+    start: float = 0.0
+    again: float = 0.0
+    uneven: float = 0.0
+
+
+# 16 bits, 49 - 64 rows, where the estimates of skinny_sm90 are as optimistic (results/tried/h200_tune_few_rows.json).
+_SINGLES: tuple[Measured, ...] = (
+    Measured(Config(1, 1, 48, 10), 0.149, 1.15),
+    Measured(Config(1, 1, 64, 10), 0.172, 1.20),
+    Measured(Config(1, 1, 112, 9), 0.200, 1.30),
+    Measured(Config(1, 1, 128, 8), 0.210, 1.32),
+    Measured(Config(1, 1, 64, 10, split_k=2), 0.170, 3.60),
+    Measured(Config(1, 1, 112, 10, split_k=2), 0.238, 3.89),
+)
+
+# 16 bits, 65 - 128 rows: two blocks of 64 rows, to which one copy brings the tile of b (results/tried/h200_tune_few_rows.json).
+_PAIRS: tuple[Measured, ...] = (
+    Measured(Config(1, 1, 48, 10, 2, 1), 0.158, 1.30),
+    Measured(Config(1, 1, 64, 10, 2, 1), 0.176, 1.30),
+    Measured(Config(1, 1, 80, 10, 2, 1), 0.196, 1.30),
+    Measured(Config(1, 1, 96, 10, 2, 1), 0.214, 1.30),
+    Measured(Config(1, 1, 112, 9, 2, 1), 0.233, 1.36),
+    Measured(Config(1, 1, 128, 8, 2, 1), 0.265, 1.40),
+    Measured(Config(1, 2, 96, 8, split_k=2), 0.386, 5.0),
+    Measured(Config(1, 2, 112, 7, split_k=2), 0.450, 5.0),
+    Measured(Config(1, 2, 128, 7, split_k=2), 0.505, 5.0),
+    Measured(Config(1, 2, 48, 8), 0.247, 1.4),
+    Measured(Config(1, 2, 64, 8), 0.285, 1.4),
+    Measured(Config(1, 2, 128, 6), 0.390, 1.53),
+    Measured(Config(1, 2, 192, 4), 0.560, 1.69),
+    Measured(Config(1, 2, 224, 4), 0.660, 1.60),
+    Measured(Config(2, 2, 128, 6, pingpong=True), 0.390, 0.90),
+)
+
+# 16 bits, 129 - 1023 rows: 30 problems of M 192 - 768, whose choices are within 0.5 % of the best of what was searched in the mean, 5 at
+# worst (docs/design/hopper.md; tools/tune.py).
 MIDDLE: tuple[Measured, ...] = (
     Measured(Config(1, 2, 256, 4), 0.733, 2.04),
     Measured(Config(2, 2, 128, 4), 0.733, 1.94),
@@ -158,3 +216,41 @@ MIDDLE: tuple[Measured, ...] = (
     Measured(Config(1, 2, 112, 6), 0.324, 1.22),
     Measured(Config(1, 3, 112, 5, 1, 2, slabs=1), 0.464, 3.45),
 )
+
+# fp8, 33 - 1023 rows: 36 problems each of M 64 - 512, whose choices are within 1 % in the mean, 10 at worst
+# (results/tried/h200_tune_few_rows.json).
+FITS: dict[str, tuple[Fit, ...]] = {
+    "plain": (Fit(range(49, 65), _SINGLES, 1.1, 4.5e6, 3.0, 0.48, 0.4), Fit(range(65, 129), _PAIRS, 1.1, 4.2e6, 3.5, 0.48, 0.4),
+              Fit(range(129, 1024), MIDDLE)),  # of 16 bits
+    "promoted": (Fit(range(33, 1024), (
+        Measured(Config(2, 2, 128, 4, parts=2), 0.695, 2.64),
+        Measured(Config(1, 2, 192, 4, parts=2), 0.553, 1.89),
+        Measured(Config(1, 2, 128, 6), 0.364, 1.39),
+        Measured(Config(1, 2, 112, 6), 0.340, 1.60),
+        Measured(Config(1, 2, 96, 6), 0.282, 1.60),
+        Measured(Config(1, 1, 128, 8), 0.217, 1.31),
+        Measured(Config(1, 2, 64, 8), 0.237, 1.60),
+        Measured(Config(1, 1, 112, 9, 2, 1), 0.234, 1.40),
+        Measured(Config(1, 1, 112, 9), 0.234, 1.33),
+        Measured(Config(1, 1, 96, 10, 2, 1), 0.199, 1.27),
+        Measured(Config(1, 1, 80, 10, split_k=4), 0.197, 3.91),
+        Measured(Config(1, 1, 64, 10), 0.161, 1.17),
+        Measured(Config(1, 1, 48, 10), 0.154, 1.16),
+    ), 1.31, 4.04e6, 3.27, 0.41, 0.4),),
+    "blocks": (Fit(range(33, 1024), (
+        Measured(Config(1, 2, 256, 4, parts=4), 0.757, 2.22),
+        Measured(Config(1, 2, 192, 4, parts=2), 0.559, 2.33),
+        Measured(Config(1, 2, 128, 5), 0.399, 1.37),
+        Measured(Config(1, 2, 112, 6), 0.378, 1.63),
+        Measured(Config(1, 2, 96, 6), 0.342, 1.72),
+        Measured(Config(1, 1, 128, 8), 0.233, 1.31),
+        Measured(Config(1, 1, 128, 8, 2, 1), 0.257, 1.38),
+        Measured(Config(1, 2, 64, 7), 0.264, 1.35),
+        Measured(Config(1, 2, 64, 9, split_k=2), 0.267, 4.13),
+        Measured(Config(1, 1, 112, 9), 0.251, 1.36),
+        Measured(Config(1, 1, 96, 10, 2, 1), 0.219, 1.19),
+        Measured(Config(1, 1, 80, 10, split_k=4), 0.196, 3.87),
+        Measured(Config(1, 1, 64, 10), 0.173, 1.18),
+        Measured(Config(1, 1, 64, 10, split_k=2), 0.189, 4.56),
+    ), 1.17, 4.11e6, 3.21, 0.31, 0.4),),
+}

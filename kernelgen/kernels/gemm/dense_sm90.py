@@ -14,7 +14,7 @@ from typing import Any
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
 from kernelgen.kernels.gemm.activations import splits
-from kernelgen.kernels.gemm.dense_configs import GROUPED, MEASURED, MIDDLE, QUANTIZING, Config, Measured
+from kernelgen.kernels.gemm.dense_configs import FITS, GATHERED, GROUPED, MEASURED, QUANTIZING, Config, Fit, Measured
 from kernelgen.kernels.gemm.mma import RESERVED_SHARED_MEMORY
 from kernelgen.kernels.gemm.requantize import Requantization
 from kernelgen.kernels.gemm.sm90 import (
@@ -66,8 +66,11 @@ def shared_memory(problem: GemmProblem, config: Config) -> int:
     """Dynamic shared memory in bytes of a launch: DenseSm90::kSharedBytes of the header."""
     p, c = problem, config
     slabs = c.consumers * c.slabs * _SLAB_BYTES if tma_out(p, c) else 0
+    # Scales and biases of columns, for each consumer: DenseEpilogue::kStaged.
+    arrays = (p.scales in ("tensor", "row")) + p.bias if c.split_k == 1 and p.scales not in BLOCK_RECIPES else 0
+    staged = c.consumers * arrays * round_up(4 * c.block_n, 128)
     stage = (c.block_m + c.block_n) * ROW_BYTES + _bytes_of_scales(p, c)
-    return max(c.stages * stage + slabs, _left_sums(p, c)) + round_up(2 * c.stages * 8, 128)
+    return max(c.stages * stage + slabs + staged, _left_sums(p, c)) + round_up(2 * c.stages * 8, 128)
 
 
 def tma_out(problem: GemmProblem, config: Config) -> bool:
@@ -168,20 +171,31 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
 
 
 _BYTES_PER_US = 4.4e6  # of an H200's memory
-_MIDDLE_ROWS = range(129, 1024)
-_BEYOND = 1.4  # how much longer tiles take for the share of their rows that lies beyond the matrix, which the copy engine fills with zeros
+_ONE_PRODUCT_ROWS = 128  # so few rows in a batch were not searched
+_UNMEASURED = 3.0  # how much longer steps are assumed to take that nobody timed with gathered rows
 
 
-def _in_middle(problem: GemmProblem) -> bool:
-    return problem.op == "gemm" and problem.m in _MIDDLE_ROWS and depth(problem) == 64
+def _fit(problem: GemmProblem) -> Fit | None:
+    """Of a search of problems with about so many rows; sums that are not promoted were searched for 16 bits alone."""
+    p, kind = problem, kind_of_sums(problem)
+    if p.op != "gemm" or (p.batch > 1 and p.m <= _ONE_PRODUCT_ROWS) or (kind == "plain" and depth(p) != 64):
+        return None
+    return next((fit for fit in FITS[kind] if p.m in fit.rows), None)
 
 
 def _measured(problem: GemmProblem) -> tuple[Measured, ...]:
     """Of the problem's kind."""
-    kind = kind_of_sums(problem)
-    if problem.op == "grouped_gemm" and not quantizes(problem):
-        return (*GROUPED.get(kind, ()), *MEASURED[kind])
-    return (*(MIDDLE if _in_middle(problem) else MEASURED[kind]), *(QUANTIZING.get(kind, ()) if quantizes(problem) else ()))
+    kind, fit = kind_of_sums(problem), _fit(problem)
+    known = fit.measured if fit else MEASURED[kind]
+    if problem.gathered and kind in GATHERED:  # others only where none of them is legal
+        timed = {m.config for m in GATHERED[kind]}
+        others = (m for m in (*MEASURED[kind], *QUANTIZING.get(kind, ())) if m.config not in timed)
+        return (*GATHERED[kind], *(m._replace(step=_UNMEASURED * m.step) for m in others))
+    if not quantizes(problem):
+        return (*GROUPED.get(kind, ()), *known) if problem.op == "grouped_gemm" else known
+    codes = QUANTIZING.get(kind, ())
+    tiles = {(m.config.block_m, m.config.block_n, m.config.parts) for m in codes}
+    return (*codes, *(m for m in known if (m.config.block_m, m.config.block_n, m.config.parts) not in tiles))
 
 
 def _tiles(problem: GemmProblem, config: Config) -> tuple[int, int]:
@@ -189,25 +203,30 @@ def _tiles(problem: GemmProblem, config: Config) -> tuple[int, int]:
     return -(-problem.m // (config.block_m * config.cluster_m)), -(-problem.n // (config.block_n * config.cluster_n))
 
 
-def _waves(problem: GemmProblem, target: Target, config: Config) -> int:
-    """Of tiles. Clusters of four and more do not fill the groups of SMs: 116 blocks ran at once, 128 did not (H200, 2026-11-30)."""
+def _waves(problem: GemmProblem, target: Target, config: Config) -> tuple[int, float]:
+    """Of tiles, and the share of all their places that stays empty. Clusters of four and more do not fill the groups of SMs: 116 blocks ran
+    at once, 128 did not (H200, 2026-11-30)."""
     c, sms = config, target.sm_count or 132
     tiles_m, tiles_n = _tiles(problem, c)
     clusters = max(1, sms * 10 // 11 * c.resident // c.blocks if c.blocks > 2 else sms * c.resident // c.blocks)
-    return -(-tiles_m * tiles_n * problem.batch // clusters)
+    tiles = tiles_m * tiles_n * problem.batch
+    waves = -(-tiles // clusters)
+    return waves, 1 - tiles / (waves * clusters)
 
 
 def _cost(problem: GemmProblem, target: Target, measured: Measured) -> float:
     """Estimated microseconds: waves of tiles, and no faster than memory."""
-    waves = _waves(problem, target, measured.config)
-    tiles_time = waves * (-(-problem.k // depth(problem) // measured.config.split_k) * measured.step + measured.finish)
-    p, size = problem, ROW_BYTES // depth(problem)
-    memory = p.batch * size * (p.m * p.k + p.k * p.n + p.m * p.n) / _BYTES_PER_US
+    p, size, fit, config = problem, ROW_BYTES // depth(problem), _fit(problem), measured.config
+    waves, idle = _waves(p, target, config)
+    tiles_time = waves * (-(-p.k // depth(p) // config.split_k) * measured.step + measured.finish)
+    moved = p.batch * (size * (p.m * p.k + p.k * p.n) + DTYPES[p.out_dtype].bytes * p.m * p.outputs)
     # Where memory is the limit, less work is still the better bet.
-    if _in_middle(p):
-        tiles_time *= 1 + _BEYOND * (1 - p.m / round_up(p.m, measured.config.block_m))
-        return max(tiles_time, memory) + tiles_time / 50
-    return max(tiles_time, memory) + tiles_time / 10
+    if fit is None:
+        return max(tiles_time, moved / _BYTES_PER_US) + tiles_time / 10
+    tiles_time *= 1 + fit.beyond * (1 - p.m / round_up(p.m, config.block_m))
+    memory = moved / fit.bytes_per_us * (1 + fit.again * (1 - 1 / _tiles(p, config)[0])) * (1 + (fit.uneven * idle if waves > 1 else 0))
+    memory += fit.start
+    return max(tiles_time, memory) + tiles_time / 50
 
 
 def _ranked(problem: GemmProblem, target: Target) -> Iterator[Measured]:
@@ -248,7 +267,7 @@ def _guess(problem: GemmProblem, target: Target, config: Config) -> float:
     exchange = 0.8 + c.block_m * c.block_n * 4 * (1 - 1 / c.split_k) / 50_000 if c.split_k > 1 else 0.0
     finish = 0.3 if c.pingpong or c.resident > 1 else 0.4 + c.block_m * c.block_n / 32768
     multicast = 1.03 if c.cluster_m * c.cluster_n > 1 else 1.0  # worth nothing where it was measured
-    return 2.0 + multicast * _waves(p, target, c) * (-(-p.k // depth(p)) / c.split_k * step * c.resident + finish + exchange)
+    return 2.0 + multicast * _waves(p, target, c)[0] * (-(-p.k // depth(p)) / c.split_k * step * c.resident + finish + exchange)
 
 
 def grid(problem: GemmProblem, target: Target) -> Iterator[Config]:
@@ -290,7 +309,7 @@ def spec_of(problem: GemmProblem, target: Target, config: Config, entry: str, gr
     parameters = options(
         p, c.block_n // c.parts, mma_m=c.mma_m, consumers=c.consumers, block_n=c.block_n, parts=c.parts, stages=c.stages,
         cluster_m=c.cluster_m, cluster_n=c.cluster_n, split_k=c.split_k, resident=c.resident, band_rows=c.band_rows,
-        pingpong=c.pingpong, slabs=c.slabs, tma_out=tma_out(p, c), quantize=quantizes(p), gather=p.gathered, row_boxes=c.row_boxes,
+        pingpong=c.pingpong, slabs=c.slabs, tma_out=tma_out(p, c), quantize=quantizes(p), gather=p.gathered,
         shared_memory=shared_memory(p, c),
         entry=entry, grouping=grouping)
     return KernelSpec.make(
@@ -306,8 +325,8 @@ def _maps(problem: GemmProblem, config: Config, t: Any, box_a: int) -> list[Any]
     boxes_b = max(c.cluster_m, 2 if splits(p) else 1)
     major_a, major_b = p.a_order == "row", p.b_order == "col"
     maps = []
-    if not p.gathered or c.row_boxes:
-        maps.append(tensor_map("map_a", "a", t.a if major_a else t.a.mT, (k, 1 if p.gathered else box_a) if major_a else (MMA_ROWS, k)))
+    if not p.gathered:
+        maps.append(tensor_map("map_a", "a", t.a if major_a else t.a.mT, (k, box_a) if major_a else (MMA_ROWS, k)))
     maps.append(tensor_map("map_b", "b", t.b.mT if major_b else t.b, (k, c.block_n // boxes_b) if major_b else (MMA_ROWS, k)))
     out_bytes = DTYPES[p.out_dtype].bytes
     if tma_out(p, c):

@@ -119,7 +119,7 @@ def coverage() -> Iterable[tuple[GroupedGemmProblem, Config | None]]:
     yield replace(base, activation="relu2"), Config(1, 2, 128, 5)
     yield fp8, Config(1, 2, 192, 4, parts=2)
     yield replace(fp8, scales="block_1x128", grouping="masked"), Config(1, 2, 128, 5, parts=2)
-    yield replace(fp8, scales="row"), Config(1, 1, 128, 8)
+    yield replace(fp8, scales="row"), Config(2, 2, 128, 4, parts=2)
     quantized = replace(fp8, activation="swiglu", out_dtype="e4m3", out_scale="block_1x128")
     yield quantized, Config(1, 2, 256, 4, parts=4)
     yield replace(quantized, grouping="masked", gate_up="interleaved"), Config(1, 2, 256, 4, parts=4)

@@ -50,9 +50,13 @@ def depth(problem: GemmProblem) -> int:
 
 def quantizes(problem: GemmProblem) -> bool:
     """dense_sm90 finds codes and their scales itself, where a row's 128 columns lie in one warpgroup's registers, and TMA writes them.
-    (Beside promoted sums of 256 columns those of a gate find no room if scales of rows or columns come too: 24 - 364 bytes spilled.)"""
+    (Beside promoted sums of 256 columns those of a gate find no room if scales of rows or columns come too: 24 - 364 bytes spilled; beside
+    the tensor core's own those of a clamped gate with biases: 12 - 24.)"""
     p = problem
-    return p.out_scale == "block_1x128" and p.out_alignment == 16 and not (p.gated and kind_of_sums(p) == "promoted")
+    if p.out_scale != "block_1x128" or p.out_alignment < 16:
+        return False
+    kind = kind_of_sums(p)
+    return not (p.gated and (kind == "promoted" or kind == "plain" and p.clamped and p.bias))
 
 
 def unquantized(problem: Problem) -> Problem:

@@ -108,7 +108,7 @@ def _held(p: MoeProblem, width: int, split: int, rows: int, passes: int = 1) -> 
 
 
 def _stage(p: MoeProblem, config: Config, rows: int, recipe: str, gated: bool, held: bool) -> int:
-    """SmallStream::kStageBytes of the header."""
+    """SmallStream::kStageBytes and kScaleBytes of the header."""
     scales = 0 if recipe != _BLOCKS else max(2, rows // 8) if gated else rows // 8
     words = 3 * rows if p.packed else scales
     return rows * _STEP + (0 if held else config.tokens * _STEP * _per_chunk(p) // 8) + -(-4 * words // 16) * 16

@@ -37,23 +37,23 @@ _PIECE, _BLOCK = 8, 128
 _REGISTERS_PER_SM = 65536
 _OTHER_REGISTERS = 40  # besides the kept floats; with it ptxas 13.0 spills in no config of _SHAPES
 _BLOCKS_PER_SM = 8     # of the grid that shares a tensor
-_MANY = 1 << 16        # elements of an SM from which on a team takes several units
+_MANY = 8              # rows of an SM from which on a block owns one
 
 
 @dataclass(frozen=True)
 class Config:
     """``lanes`` of a block's ``threads`` own what shares a scale; ``kept`` pieces of 8 elements per thread stay in registers
-    (0: rows of any width, read twice). Per tensor: a warp takes ``kept`` pieces per thread at a time. ``units`` of 1 x 128: what a team
-    loads at a time.
+    (0: rows of any width, read twice). Per tensor: a warp takes ``kept`` pieces per thread at a time. ``units`` of 1 x 128: a block
+    owns a row, a team so many units of it (0: a team owns one unit, anywhere).
     """
 
     threads: int
     lanes: int
     kept: int
-    units: int = 1
+    units: int = 0
 
     def __str__(self) -> str:
-        return f"t{self.threads} l{self.lanes} k{self.kept}" + (f" u{self.units}" if self.units != 1 else "")
+        return f"t{self.threads} l{self.lanes} k{self.kept}" + (f" u{self.units}" if self.units else "")
 
     @property
     def held(self) -> int:
@@ -66,7 +66,8 @@ _SHAPES: dict[str, tuple[Config, ...]] = {
     "tensor": (Config(256, 32, 4), Config(256, 32, 1)),
     "row": (Config(128, 32, 1), Config(128, 32, 2), Config(128, 32, 4), Config(128, 128, 2), Config(256, 256, 2), Config(256, 256, 4),
             Config(512, 512, 4), Config(512, 512, 8), Config(512, 512, 0)),
-    "block_1x128": (Config(256, 16, 1, 4), Config(256, 16, 1)),
+    "block_1x128": (*(Config(threads, 16, 1, units) for units in (1, 2, 3, 4) for threads in (128, 224, 256)),
+                    Config(256, 16, 1)),
     "block_128x128": (Config(256, 256, 8),),
 }
 
@@ -103,7 +104,8 @@ def legal(problem: QuantizeProblem, target: Target, config: Config) -> Verdict:
     return first_no(
         (c.threads % 32 == 0 and c.threads <= 1024, f"{c.threads} threads are not 1 to 32 whole warps"),
         (team[p.recipe], f"config {c} has no team for recipe {p.recipe}"),
-        (c.units == 1 or p.recipe == "block_1x128", f"config {c}: recipe {p.recipe} has one unit of a team at a time"),
+        (c.units == 0 or p.recipe == "block_1x128" and c.threads // c.lanes * c.units * _BLOCK >= p.width,
+         f"config {c} has no teams for all of a row of {p.width} by recipe {p.recipe}"),
         (c.kept > 0 or p.recipe == "row", f"config {c} keeps nothing, which only rows allow"),
         (p.recipe != "row" or c.kept == 0 or c.held >= p.width, f"config {c} keeps {c.held} elements of a row of {p.width}"),
         (registers <= _REGISTERS_PER_SM // c.threads,
@@ -116,8 +118,9 @@ def candidates(problem: QuantizeProblem, target: Target) -> Iterator[Config]:
     fitting = [c for c in _SHAPES[problem.recipe] if legal(problem, target, c)]
     if problem.recipe == "tensor":  # narrow rows leave most lanes of a long segment idle
         fitting.sort(key=lambda c: c.held > 2 * problem.width)
-    if problem.recipe == "block_1x128":  # teams with several units leave SMs idle where rows are few
-        fitting.sort(key=lambda c: (c.units > 1) != (problem.rows * problem.batch * problem.width >= _MANY * (target.sm_count or 1)))
+    if problem.recipe == "block_1x128":  # blocks that own a row: of many rows, with no idle team, loads of several units in flight
+        units, many = -(-problem.width // _BLOCK), problem.rows * problem.batch >= _MANY * (target.sm_count or 1)
+        fitting.sort(key=lambda c: ((c.units > 0) != many, c.threads // c.lanes * c.units - units if c.units else 0, -c.units))
     yield from fitting
 
 
@@ -168,7 +171,7 @@ def bind_limited(
     p, c, t = problem, config, tensors
     device = t.codes.device
     row_units, column_units = _units(p, c)
-    blocks = -(-p.batch * row_units * column_units // (c.threads // c.lanes * c.units))
+    blocks = p.batch * p.rows if c.units else -(-p.batch * row_units * column_units // (c.threads // c.lanes))
     tensor = p.recipe == "tensor"
     if tensor:  # also without elements: the scale is written
         blocks = max(1, min(blocks, _BLOCKS_PER_SM * max(1, target_of(device).sm_count)))

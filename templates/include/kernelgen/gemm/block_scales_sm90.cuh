@@ -25,6 +25,7 @@ constexpr int greatest_common_divisor(int a, int b) { return b == 0 ? a : greate
 template <class Options, class Epilogue, int BlockM>
 struct BlockScales {
   static constexpr int kMmaM = Options::kMmaM, kSums = Options::kBlockN / 2;
+  static constexpr int kRowStep = BlockM / kMmaM;  // from a consumer's 64 rows to its next
   static constexpr bool kEach = Options::kScaleColumns == 1;  // a scale per column of b, else one per 128
   // Columns of the tile that share a scale wherever it begins: tiles begin at multiples of their width.
   static constexpr int kRun = kEach ? 1 : greatest_common_divisor(Epilogue::kSplit ? Epilogue::kOutputs : Options::kBlockN, 128);
@@ -140,7 +141,7 @@ struct BlockScales {
     const int row = first_row + threadIdx.x / 32 % 4 * 16 + lane_id() / 4;
     const uint32_t rows = source + (kSlack && p.scales_by_tma ? tile.m % 4 * 4 : 0);
 #pragma unroll
-    for (int i = 0; i < 2 * kMmaM; ++i) step.rows[i / 2][i % 2] = load_float(rows + row_at(row + i / 2 * kMmaRows + i % 2 * 8));
+    for (int i = 0; i < 2 * kMmaM; ++i) step.rows[i / 2][i % 2] = load_float(rows + row_at(row + i / 2 * kRowStep + i % 2 * 8));
     step.columns_at = source + kColumnsAt + lane_id() % 4 * 8;
     if constexpr (!kEach) {
 #pragma unroll

@@ -41,13 +41,20 @@ struct DenseEpilogue {
   static constexpr int kSlabColumns = kSwizzleRowBytes / static_cast<int>(sizeof(Out));
   static constexpr int kSlabBytes = kMmaRows * kSwizzleRowBytes;
   static constexpr int kStoreBytes = Options::kTmaOut ? Options::kSlabs * kSlabBytes : 0;
+  // Scales and biases of the tile's columns, asked for before its products, wait in shared memory: for each warpgroup its own. Blocks that
+  // share K, whose sums lie there, read them where they are, and so do tiles beside scales of blocks, which leave no room.
+  static constexpr bool kStaged = (Options::kScales || Options::kBias) && Options::kSplitK == 1 && !Options::kBlockScales;
+  static constexpr int kColumnBytes = round_up(Options::kBlockN * 4, 128);
+  static constexpr int kStagedBytes = kStaged ? kColumnBytes * (Options::kScales + Options::kBias) : 0;
+  static constexpr int kColumnsOfThread = (Options::kBlockN + kWarpgroupThreads - 1) / kWarpgroupThreads;
   static_assert(kOutputs % 8 == 0, "eight outputs of a row belong to one instruction");
   // Outputs of eight columns at a time where registers are short, or ptxas loads scales and biases of all at once, and spills.
   static constexpr bool kOneByOne =
       (Options::kPromote || kRowGroups) && kGate == Gate::kInterleaved && (Options::kBias || Options::kScales);
 
-  uint32_t slabs;  // shared address of all consumers' slabs
-  int slab = 0;    // the next of this warpgroup's kSlabs
+  uint32_t slabs;   // shared address of all consumers' slabs
+  uint32_t staged;  // and of their columns' scales, then biases
+  int slab = 0;     // the next of this warpgroup's kSlabs
 
   // Of the block's consumers. Not kept: registers are short where this is asked for.
   __device__ static int group() { return threadIdx.x / kWarpgroupThreads; }
@@ -65,8 +72,9 @@ struct DenseEpilogue {
   // What the two rows and the columns of a thread are multiplied by, and what is added.
   struct Extras {
     float top, bottom;
-    const float* columns;
-    const typename Options::Bias* bias;
+    uint32_t staged;
+    const float* scales;
+    const typename Options::Bias* biases;
   };
 
   // That of a row of the product; of rows that do not exist any that does.
@@ -78,36 +86,104 @@ struct DenseEpilogue {
     }
   }
 
+  __device__ static float scale_of_row(const DenseSm90Params& p, const OutputTile& tile, int row) {
+    return (p.scale_a + tile.batch_a * p.scale_a_batch)[row_of_a(p, row, tile) * p.scale_a_row];
+  }
+  __device__ static const float* scales_of_columns(const DenseSm90Params& p, const OutputTile& tile) {
+    return p.scale_b + tile.batch_b * p.scale_b_batch;
+  }
+  __device__ static const typename Options::Bias* biases_of(const DenseSm90Params& p, const OutputTile& tile) {
+    return static_cast<const typename Options::Bias*>(p.bias) + tile.batch_bias * p.bias_batch;
+  }
+
+  // Not kStaged.
   __device__ static Extras extras_of(const DenseSm90Params& p, int row, const OutputTile& tile) {
-    Extras extras{1.0f, 1.0f, nullptr, nullptr};
+    Extras extras{1.0f, 1.0f, 0, nullptr, nullptr};
     if constexpr (Options::kScales) {
-      const float* scales = p.scale_a + tile.batch_a * p.scale_a_batch;
-      extras.top = scales[row_of_a(p, row, tile) * p.scale_a_row];
-      extras.bottom = scales[row_of_a(p, row + 8, tile) * p.scale_a_row];
-      extras.columns = p.scale_b + tile.batch_b * p.scale_b_batch;
+      extras.top = scale_of_row(p, tile, row);
+      extras.bottom = scale_of_row(p, tile, row + 8);
+      extras.scales = scales_of_columns(p, tile);
     }
-    if constexpr (Options::kBias) extras.bias = static_cast<const typename Options::Bias*>(p.bias) + tile.batch_bias * p.bias_batch;
+    if constexpr (Options::kBias) extras.biases = biases_of(p, tile);
     return extras;
   }
 
-  // Scaled sums with bias of product columns `column`, + 1 and two rows, from d[0 .. 3].
-  __device__ static void product(float (&x)[4], const float* d, const DenseSm90Params& p, const Extras& extras, int column) {
+  // Of a thread: scales of its two rows of each 64, and the columns that it brings to shared memory.
+  struct Ahead {
+    float rows[Options::kMmaM][2];
+    float scales[kColumnsOfThread], biases[kColumnsOfThread];
+  };
+
+  // `Step`: from 64 of the rows to the next that are this consumer's.
+  template <int Step>
+  __device__ static void load_ahead(Ahead& ahead, const DenseSm90Params& p, const OutputTile& tile, int first_row) {
+    if constexpr (!kStaged) return;
+    const int row = first_row + threadIdx.x / 32 % 4 * 16 + lane_id() / 4;
+#pragma unroll
+    for (int i = 0; i < 2 * Options::kMmaM; ++i) {
+      if constexpr (Options::kScales) ahead.rows[i / 2][i % 2] = scale_of_row(p, tile, row + i / 2 * Step + i % 2 * 8);
+    }
+#pragma unroll
+    for (int i = 0; i < kColumnsOfThread; ++i) {
+      const int mine = min(static_cast<int>(threadIdx.x) % kWarpgroupThreads + i * kWarpgroupThreads, Options::kBlockN - 1);
+      const int column = min(column_of_b(p, tile.n, mine), p.n - 1);
+      if constexpr (Options::kScales) ahead.scales[i] = scales_of_columns(p, tile)[static_cast<int64_t>(column) * p.scale_b_column];
+      if constexpr (Options::kBias) ahead.biases[i] = to_float(biases_of(p, tile)[column]);
+    }
+  }
+
+  // Those of columns to shared memory. What the tile before left there has been read: slabs, where there are any, leave behind a barrier.
+  __device__ void stage(const Ahead& ahead) const {
+    if constexpr (!kStaged) return;
+    if constexpr (!Options::kTmaOut) named_barrier_sync(1 + group(), kWarpgroupThreads);
+#pragma unroll
+    for (int i = 0; i < kColumnsOfThread; ++i) {
+      const uint32_t target = staged + group() * kStagedBytes + (threadIdx.x % kWarpgroupThreads + i * kWarpgroupThreads) * 4;
+      if (i + 1 == kColumnsOfThread && threadIdx.x % kWarpgroupThreads + i * kWarpgroupThreads >= Options::kBlockN) continue;
+      if constexpr (Options::kScales) store_float(target, ahead.scales[i]);
+      if constexpr (Options::kBias) store_float(target + (Options::kScales ? kColumnBytes : 0), ahead.biases[i]);
+    }
+    named_barrier_sync(1 + group(), kWarpgroupThreads);
+  }
+
+  // Of the m-th 64 rows of this consumer, the thread's first of which is `row`.
+  __device__ Extras extras_of(const DenseSm90Params& p, int row, const OutputTile& tile, const Ahead& ahead, int m) const {
+    if constexpr (kStaged) {
+      return {Options::kScales ? ahead.rows[m][0] : 1.0f, Options::kScales ? ahead.rows[m][1] : 1.0f, staged + group() * kStagedBytes,
+              nullptr, nullptr};
+    } else {
+      return extras_of(p, row, tile);
+    }
+  }
+
+  __device__ static void store_float(uint32_t shared, float x) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(shared), "f"(x) : "memory"); }
+
+  __device__ static void load_pair(float (&pair)[2], uint32_t shared) {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair[0]), "=f"(pair[1]) : "r"(shared) : "memory");
+  }
+
+  // Scaled sums with bias of product columns `column`, + 1 and two rows, from d[0 .. 3]; `in_tile`: the column in the tile of b.
+  __device__ static void product(float (&x)[4], const float* d, const DenseSm90Params& p, const Extras& extras, int column, int in_tile) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[i] = d[i];
-    if constexpr (Options::kScales || Options::kBias) {
+    if constexpr (Options::kScales) {
+      float scales[2];
+      if constexpr (kStaged) load_pair(scales, extras.staged + in_tile * 4);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int j = min(column + i, p.n - 1);
-        if constexpr (Options::kScales) {
-          const float scale = extras.columns[static_cast<int64_t>(j) * p.scale_b_column];
-          x[i] *= extras.top * scale;
-          x[i + 2] *= extras.bottom * scale;
-        }
-        if constexpr (Options::kBias) {
-          const float bias = to_float(extras.bias[j]);
-          x[i] += bias;
-          x[i + 2] += bias;
-        }
+        if constexpr (!kStaged) scales[i] = extras.scales[static_cast<int64_t>(min(column + i, p.n - 1)) * p.scale_b_column];
+        x[i] *= extras.top * scales[i];
+        x[i + 2] *= extras.bottom * scales[i];
+      }
+    }
+    if constexpr (Options::kBias) {
+      float biases[2];
+      if constexpr (kStaged) load_pair(biases, extras.staged + (Options::kScales ? kColumnBytes : 0) + in_tile * 4);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if constexpr (!kStaged) biases[i] = to_float(extras.biases[min(column + i, p.n - 1)]);
+        x[i] += biases[i];
+        x[i + 2] += biases[i];
       }
     }
   }
@@ -123,15 +199,16 @@ struct DenseEpilogue {
     if constexpr (kSplit) {
       const int up_first = kGate == Gate::kUpFirst, half = p.n / 2;
       float gate[4], up[4];
-      product(gate, sums + 4 * tile, p, extras, column + (up_first ? half : 0));
-      product(up, sums + 4 * tile + kSums / 2, p, extras, column + (up_first ? 0 : half));
+      product(gate, sums + 4 * tile, p, extras, column + (up_first ? half : 0), 8 * tile + 2 * pair);
+      product(up, sums + 4 * tile + kSums / 2, p, extras, column + (up_first ? 0 : half), kOutputs + 8 * tile + 2 * pair);
 #pragma unroll
       for (int i = 0; i < 4; ++i) y[i] = gated(p, gate[i], up[i]);
     } else if constexpr (kGated) {
       // Product tiles 2 tile and 2 tile + 1 give this lane outputs `pair` and 4 + `pair` of the eight.
       float low[4], high[4], z[2][2];
-      product(low, sums + 8 * tile, p, extras, 2 * (first_output + 8 * tile) + 2 * pair);
-      product(high, sums + 8 * tile + 4, p, extras, 2 * (first_output + 8 * tile) + 8 + 2 * pair);
+      const int in_tile = 16 * tile + 2 * pair;
+      product(low, sums + 8 * tile, p, extras, 2 * first_output + in_tile, in_tile);
+      product(high, sums + 8 * tile + 4, p, extras, 2 * first_output + in_tile + 8, in_tile + 8);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         z[0][r] = gated(p, low[2 * r], low[2 * r + 1]);
@@ -145,7 +222,7 @@ struct DenseEpilogue {
         y[i] = pair < 2 ? from_low : from_high;
       }
     } else {
-      product(y, sums + 4 * tile, p, extras, column);
+      product(y, sums + 4 * tile, p, extras, column, 8 * tile + 2 * pair);
 #pragma unroll
       for (int i = 0; i < 4; ++i) y[i] = activate<Options::kActivation>(y[i]);
     }
@@ -264,12 +341,13 @@ struct DenseEpilogue {
   // to be read. That saves registers, but of two products one below the other, in the tensor core's own sums, ptxas then takes
   // them for unfinished ("serialized" in its log).
   template <bool InPlace>
-  __device__ void quantize_rows(const DenseSm90Params& p, const OutputTile& tile, float (&sums)[kSums], int first_row) {
+  __device__ void quantize_rows(const DenseSm90Params& p, const OutputTile& tile, float (&sums)[kSums], int first_row, const Ahead& ahead,
+                                int m) {
     using Rows = QuantizedRows<Out>;
     static_assert(kSlabColumns == kColumnsOfScale && kOutputs % kColumnsOfScale == 0, "a slab has the columns of one scale");
     const int outputs_end = kGated ? p.n / 2 : p.n;
     const int row = first_row + threadIdx.x / 32 % 4 * 16 + lane_id() / 4;
-    const Extras extras = extras_of(p, row, tile);
+    const Extras extras = extras_of(p, row, tile, ahead, m);
 #pragma unroll
     for (int block = 0; block < kOutputs; block += kColumnsOfScale) {
       uint32_t amax[2] = {0, 0};
@@ -305,9 +383,10 @@ struct DenseEpilogue {
   }
 
   // 64 rows from `first_row` on, all outputs of the tile. By all threads of the warpgroup.
-  __device__ void run_rows(const DenseSm90Params& p, const OutputTile& tile, const float (&sums)[kSums], int first_row) {
+  __device__ void run_rows(const DenseSm90Params& p, const OutputTile& tile, const float (&sums)[kSums], int first_row, const Ahead& ahead,
+                           int m) {
     const int row = first_row + threadIdx.x / 32 % 4 * 16 + lane_id() / 4, first_output = tile.n;
-    const Extras extras = extras_of(p, row, tile);
+    const Extras extras = extras_of(p, row, tile, ahead, m);
 #pragma unroll
     for (int column = 0; column < kOutputs; column += kSlabColumns) {
       uint32_t address = 0;
@@ -342,16 +421,17 @@ struct DenseEpilogue {
     if (Options::kTmaOut && threadIdx.x % kWarpgroupThreads == 0) tma_store_wait_read<0>();
   }
 
-  template <int MmaM>
-  __device__ void run(const DenseSm90Params& p, const OutputTile& tile, float (&sums)[MmaM][kSums], int first_row) {
+  template <int Step, int MmaM>
+  __device__ void run(const DenseSm90Params& p, const OutputTile& tile, float (&sums)[MmaM][kSums], int first_row, const Ahead& ahead) {
+    stage(ahead);
 #pragma unroll
     for (int m = 0; m < MmaM; ++m) {
-      const int first = first_row + m * kMmaRows;
+      const int first = first_row + m * Step;
       if (first >= tile.row_end) continue;
       if constexpr (Options::kQuantize) {
-        quantize_rows<MmaM == 1 || Options::kPromote>(p, tile, sums[m], first);
+        quantize_rows<MmaM == 1 || Options::kPromote>(p, tile, sums[m], first, ahead, m);
       } else {
-        run_rows(p, tile, sums[m], first);
+        run_rows(p, tile, sums[m], first, ahead, m);
       }
     }
   }

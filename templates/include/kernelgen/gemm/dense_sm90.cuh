@@ -1,7 +1,7 @@
 // out = activation(scale * (a @ b) + bias) + beta * c on Hopper: TMA, WGMMA, one persistent block per SM.
 //
 // A warpgroup that only starts copies feeds a ring of stages, each a tile of a and one of b 128 bytes deep; kConsumers warpgroups
-// multiply them, kMmaM * 64 rows of the block's tile each, with one group of products in flight:
+// multiply them, kMmaM times 64 rows of the block's tile each, which they take in turn, with one group of products in flight:
 //
 //   producer   for every tile, for every stage: wait until it is empty; TMA a, TMA b -> shared memory
 //   consumer   for every stage: wait until it is full; products of its rows; release the stage before
@@ -21,9 +21,10 @@
 // added to float32 totals, so that the error does not grow with K; with kBlockScales times the scales of their blocks.
 //
 // gemm/grouped_sm90 is the same kernel with other tiles (tiles_sm90.cuh). Of a only the boxes with rows of the group are loaded; what
-// lies in the rest of the stage is multiplied, and not stored. A group of k may begin and end inside a stage: there the consumers
-// clear what is not its own, in a and in b, as 0 * NaN would be NaN. With kGather rows of a lie anywhere, and two more warps of the
-// copying warpgroup bring them (gathered_rows_sm90.cuh).
+// lies in the rest of the stage is multiplied, and not stored, but for a consumer's second 64 rows, which it leaves out where none of
+// them is the group's. A group of k may begin and end inside a stage: there the consumers clear what is not its own, in a and in b,
+// as 0 * NaN would be NaN. With kGather rows of a lie anywhere, and two more warps of the copying warpgroup bring them
+// (gathered_rows_sm90.cuh).
 #pragma once
 
 #include <kernelgen/gemm/block_scales_sm90.cuh>
@@ -61,7 +62,9 @@ struct DenseSm90 : Options {
 
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroupThreads;
   static constexpr int kRows = kMmaM * kMmaRows;  // of one consumer
-  static constexpr int kBlockM = (kPingpong ? 1 : kConsumers) * kRows;
+  static constexpr int kTogether = kPingpong ? 1 : kConsumers;  // consumers of a tile, which take 64 rows in turn
+  static constexpr int kBlockM = kTogether * kRows;
+  static constexpr int kRowStep = kTogether * kMmaRows;  // from a consumer's 64 rows to its next
   // Named barriers: those of the epilogues, of the turns, of all consumers.
   static constexpr int kTurn = 1 + kConsumers, kAllConsumers = kTurn + 2;
   static_assert(!kPingpong || kConsumers == 2, "two take turns");
@@ -89,8 +92,7 @@ struct DenseSm90 : Options {
   using Scales = typename scales_of_blocks<Options, Epilogue, kBlockM, Options::kBlockScales>::type;
   static constexpr bool kGather = Options::kGather;
   static_assert(!kGather || (kRowGroups && kMajorKA && kBlockM <= 128), "what is gathered are rows, of which a lane has registers for 128");
-  static constexpr bool kGatherBoxes = kGather && Options::kRowBoxes;
-  using Rows = typename rows_by<kGather ? kBlockM : 16, kGatherBoxes>::type;
+  using Rows = GatheredRows<kGather ? kBlockM : 16>;
   using Ring = Pipeline<kStages, kPingpong ? 4 : 4 * kConsumers, kSharing, 1 + Scales::kFillers + (kGather ? Rows::kFillers : 0)>;
 
   // Registers: 65,536 / 128 = 512 for the warpgroups of an SM together; the producer's addresses need few.
@@ -100,7 +102,8 @@ struct DenseSm90 : Options {
 
   static constexpr int kStageBytes = TileA::kBytes + TileB::kBytes;
   static constexpr int kStoreAt = kStages * kStageBytes;
-  static constexpr int kScalesAt = kStoreAt + kConsumers * Epilogue::kStoreBytes;
+  static constexpr int kStagedAt = kStoreAt + kConsumers * Epilogue::kStoreBytes;
+  static constexpr int kScalesAt = kStagedAt + kConsumers * Epilogue::kStagedBytes;
   static constexpr int kRingBytes = kScalesAt + kStages * Scales::kBytes;
   static constexpr int kBarriersAt = kSplitK == 1 ? kRingBytes : max_of(kRingBytes, Shares::kBytes);  // the sums lie where operands lay
   static constexpr int kSharedBytes = kBarriersAt + round_up(Ring::kBytes, 128);
@@ -139,10 +142,7 @@ struct DenseSm90 : Options {
     for (; tiles.find(p, index, tile); index += step) {
       if (!leader) continue;
       const int boxes_a = kRowGroups ? min(kBoxesA, ceil_div(tile.row_end - tile.m, kBoxA)) : kBoxesA;
-      const int bytes_a = kGatherBoxes ? min(kBlockM, tile.row_end - tile.m) * kSwizzleRowBytes
-                          : kGather    ? 0
-                          : kRowGroups ? TileA::kBytes / kBoxesA * boxes_a
-                                       : TileA::kBytes;
+      const int bytes_a = kGather ? 0 : kRowGroups ? TileA::kBytes / kBoxesA * boxes_a : TileA::kBytes;
       const int bytes = bytes_a + TileB::kBytes + Scales::row_bytes(p);
       for (int k = tile.k_first; k < tile.k_end; k += kDepth) {
         ring.wait_empty(at);
@@ -179,12 +179,8 @@ struct DenseSm90 : Options {
       rows.find(p, tile, warp);
       for (int k = tile.k_first; k < tile.k_end; k += kDepth, at.advance()) {
         ring.wait_empty(at);
-        if constexpr (kGatherBoxes) {
-          rows.copy(shared + at.stage * kStageBytes, p, k, ring.full(at.stage), warp);
-        } else {
-          rows.copy(shared + at.stage * kStageBytes, p, k * static_cast<int>(sizeof(T)), p.k * static_cast<int>(sizeof(T)), warp);
-          cp_async_arrive(ring.full(at.stage));
-        }
+        rows.copy(shared + at.stage * kStageBytes, p, k * static_cast<int>(sizeof(T)), p.k * static_cast<int>(sizeof(T)), warp);
+        cp_async_arrive(ring.full(at.stage));
       }
     }
   }
@@ -192,7 +188,7 @@ struct DenseSm90 : Options {
   // The stage's operands are there, for the tensor core too.
   __device__ static void wait_operands(const Ring& ring, const typename Ring::Position& at) {
     ring.wait_full(at);
-    if constexpr (kGather && !kGatherBoxes) tma_store_fence();
+    if constexpr (kGather) tma_store_fence();
   }
 
   __device__ static uint32_t scales_of(uint32_t shared, int stage) { return shared + kScalesAt + stage * Scales::kBytes; }
@@ -241,14 +237,16 @@ struct DenseSm90 : Options {
                                                    TileB::descriptor(stage + TileA::kBytes, column, step), keep || step > 0);
   }
 
+  // Rows: of 64, that the tile has of this consumer's.
+  template <int Rows>
   __device__ static void multiply(float (&sums)[kMmaM][kBlockN / 2], uint32_t stage, int first_row, bool keep) {
 #pragma unroll
-    for (int m = 0; m < kMmaM; ++m) hold(sums[m]);
+    for (int m = 0; m < Rows; ++m) hold(sums[m]);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < TileA::kSteps; ++step) {
 #pragma unroll
-      for (int m = 0; m < kMmaM; ++m) multiply_part(sums[m], stage, first_row + m * kMmaRows, 0, step, keep);
+      for (int m = 0; m < Rows; ++m) multiply_part(sums[m], stage, first_row + m * kRowStep, 0, step, keep);
     }
     wgmma_commit();
   }
@@ -277,6 +275,7 @@ struct DenseSm90 : Options {
   }
 
   // All products of a tile, in the tensor core's own sums.
+  template <int Rows>
   __device__ static void accumulate(Sums& sums, const DenseSm90Params& p, const Ring& ring, uint32_t shared, const OutputTile& tile,
                                     typename Ring::Position& at, int first_row, int group) {
     int unread = -1;  // the stage whose products may be in flight
@@ -284,7 +283,7 @@ struct DenseSm90 : Options {
       const uint32_t stage = shared + at.stage * kStageBytes;
       wait_operands(ring, at);
       clear_others(p, tile, stage, k);
-      multiply(sums, stage, first_row, unread >= 0);
+      multiply<Rows>(sums, stage, first_row, unread >= 0);
       if (unread >= 0) {
         wgmma_wait<1>();
         ring.release(unread);
@@ -295,7 +294,7 @@ struct DenseSm90 : Options {
     end_turn(at, group, ceil_div(tile.k_end - tile.k_first, kDepth));
     wgmma_wait<0>();
 #pragma unroll
-    for (int m = 0; m < kMmaM; ++m) hold(sums[m]);
+    for (int m = 0; m < Rows; ++m) hold(sums[m]);
     if (kGrouping == Grouping::kDepth && unread < 0) {
       clear(sums);  // an empty group
     } else {
@@ -303,9 +302,8 @@ struct DenseSm90 : Options {
     }
   }
 
-  // Promoted, a step is kUnits products of 64 rows by kColumns columns from zero. Their sums lie in two buffers in turn: those in one
-  // are added to the totals while the tensor core fills the other, so that it need not wait.
-  static constexpr int kUnits = kMmaM * kParts;
+  // Promoted, a step is Rows * kParts units: products of 64 rows by kColumns columns from zero. Their sums lie in two buffers in turn:
+  // those in one are added to the totals while the tensor core fills the other, so that it need not wait.
   using Buffers = float[2][kColumns / 2];
 
   __device__ static void multiply_unit(float (&sums)[kColumns / 2], uint32_t stage, int first_row, int unit) {
@@ -313,7 +311,7 @@ struct DenseSm90 : Options {
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < TileA::kSteps; ++step) {
-      multiply_part(sums, stage, first_row + unit / kParts * kMmaRows, unit % kParts * kColumns, step, false);
+      multiply_part(sums, stage, first_row + unit / kParts * kRowStep, unit % kParts * kColumns, step, false);
     }
     wgmma_commit();
   }
@@ -329,10 +327,11 @@ struct DenseSm90 : Options {
   }
 
   // The step at `k`, whose first unit is under way in buffer kFirst; with kMore begins the one behind it, `next`.
-  template <int kFirst, bool kMore>
+  template <int Rows, int kFirst, bool kMore>
   __device__ static void promote(Sums& totals, Buffers& buffers, const typename Scales::Step& step, typename Scales::Step& next,
                                  const DenseSm90Params& p, const Ring& ring, uint32_t shared, const OutputTile& tile,
                                  typename Ring::Position& at, int first_row, int k) {
+    constexpr int kUnits = Rows * kParts;
     const int stage = at.stage;
     at.advance();
 #pragma unroll
@@ -362,6 +361,7 @@ struct DenseSm90 : Options {
 
   // The same as accumulate(), every 128 of K promoted to float32 totals. (Two steps in the loop, and one place for each way to end:
   // with one step ptxas takes sums for unfinished that are not, and waits for each product. A test reads its log.)
+  template <int Rows>
   __device__ static void accumulate_promoted(Sums& totals, const DenseSm90Params& p, const Ring& ring, uint32_t shared,
                                              const OutputTile& tile, typename Ring::Position& at, int first_row, int group) {
     clear(totals);
@@ -369,19 +369,29 @@ struct DenseSm90 : Options {
     if (kGrouping == Grouping::kDepth && k == tile.k_end) return;
     Buffers buffers;
     typename Scales::Step even, odd;  // steps 0, 2, ... and 1, 3, ...
-    constexpr int kSecond = kUnits % 2;  // the buffer that odd steps begin with
+    constexpr int kSecond = Rows * kParts % 2;  // the buffer that odd steps begin with
     begin_step(buffers[0], even, p, ring, shared, tile, at, first_row, k);
     for (; k + 2 * kDepth < tile.k_end; k += 2 * kDepth) {
-      promote<0, true>(totals, buffers, even, odd, p, ring, shared, tile, at, first_row, k);
-      promote<kSecond, true>(totals, buffers, odd, even, p, ring, shared, tile, at, first_row, k + kDepth);
+      promote<Rows, 0, true>(totals, buffers, even, odd, p, ring, shared, tile, at, first_row, k);
+      promote<Rows, kSecond, true>(totals, buffers, odd, even, p, ring, shared, tile, at, first_row, k + kDepth);
     }
     if (k + kDepth < tile.k_end) {
-      promote<0, true>(totals, buffers, even, odd, p, ring, shared, tile, at, first_row, k);
-      promote<kSecond, false>(totals, buffers, odd, even, p, ring, shared, tile, at, first_row, k + kDepth);
+      promote<Rows, 0, true>(totals, buffers, even, odd, p, ring, shared, tile, at, first_row, k);
+      promote<Rows, kSecond, false>(totals, buffers, odd, even, p, ring, shared, tile, at, first_row, k + kDepth);
     } else {
-      promote<0, false>(totals, buffers, even, odd, p, ring, shared, tile, at, first_row, k);
+      promote<Rows, 0, false>(totals, buffers, even, odd, p, ring, shared, tile, at, first_row, k);
     }
     end_turn(at, group, ceil_div(tile.k_end - tile.k_first, kDepth));
+  }
+
+  template <int Rows>
+  __device__ static void accumulate_rows(Sums& sums, const DenseSm90Params& p, const Ring& ring, uint32_t shared, const OutputTile& tile,
+                                         typename Ring::Position& at, int first_row, int group) {
+    if constexpr (kPromote) {
+      accumulate_promoted<Rows>(sums, p, ring, shared, tile, at, first_row, group);
+    } else {
+      accumulate<Rows>(sums, p, ring, shared, tile, at, first_row, group);
+    }
   }
 
   // All products of a tile are issued: the other consumer may begin, and owns the next stages.
@@ -402,7 +412,7 @@ struct DenseSm90 : Options {
 
   __device__ static void consume(const DenseSm90Params& p, const Ring& ring, uint32_t shared, Tiles tiles, int index, int step,
                                  int group, int share) {
-    const int first_row = kPingpong ? 0 : group * kRows;
+    const int first_row = kPingpong ? 0 : group * kMmaRows;
     typename Ring::Position at;
     if (kPingpong && group == 1) named_barrier_arrive(kTurn, 2 * kWarpgroupThreads);  // the first turn is the other's
     if (kPingpong && group == 1) {
@@ -410,8 +420,9 @@ struct DenseSm90 : Options {
       index += step;
     }
     if (kPingpong) step *= 2;
-    Epilogue epilogue{shared + kStoreAt};
+    Epilogue epilogue{shared + kStoreAt, shared + kStagedAt};
     Sums sums;
+    typename Epilogue::Ahead ahead;
     OutputTile tile;
     for (; tiles.find(p, index, tile); index += step) {
       if constexpr (kPingpong) named_barrier_sync(kTurn + group, 2 * kWarpgroupThreads);
@@ -419,10 +430,15 @@ struct DenseSm90 : Options {
         pass(ring, tile, at);
         continue;
       }
-      if constexpr (kPromote) {
-        accumulate_promoted(sums, p, ring, shared, tile, at, first_row, group);
+      Epilogue::template load_ahead<kRowStep>(ahead, p, tile, tile.m + first_row);
+      if constexpr (kRowGroups && kMmaM == 2) {
+        if (tile.m + first_row + kRowStep >= tile.row_end) {
+          accumulate_rows<1>(sums, p, ring, shared, tile, at, first_row, group);
+        } else {
+          accumulate_rows<2>(sums, p, ring, shared, tile, at, first_row, group);
+        }
       } else {
-        accumulate(sums, p, ring, shared, tile, at, first_row, group);
+        accumulate_rows<kMmaM>(sums, p, ring, shared, tile, at, first_row, group);
       }
       if constexpr (kSplitK > 1) {
         named_barrier_sync(kAllConsumers, kConsumers * kWarpgroupThreads);  // all have read the operands where sums are left
@@ -431,7 +447,7 @@ struct DenseSm90 : Options {
         Shares::finish(sums, p, tile, shared, group, tile.m + first_row, share);
         return;  // as the grid has it, too; said here, the sums are not kept for a next tile
       } else {
-        epilogue.run(p, tile, sums, tile.m + first_row);
+        epilogue.template run<kRowStep>(p, tile, sums, tile.m + first_row, ahead);
       }
     }
     epilogue.finish();
@@ -455,7 +471,7 @@ struct DenseSm90 : Options {
       barrier_init_fence();
     }
     if (threadIdx.x == 32) {
-      if constexpr (!kGather || kGatherBoxes) tma_prefetch_map(p.map_a);
+      if constexpr (!kGather) tma_prefetch_map(p.map_a);
       tma_prefetch_map(p.map_b);
     }
     if constexpr (kBlocks > 1) {

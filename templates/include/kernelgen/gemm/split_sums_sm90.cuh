@@ -124,7 +124,8 @@ struct SplitSums {
 #pragma unroll
     for (int at = kBegin; at < kEnd; ++at) {
       const int m = at / kPieces, piece = at % kPieces;
-      const int warp_row = first_row + m * kMmaRows + warp * 16, row = warp_row + lane_id() / 4, column = tile.n + piece * kPieceOutputs;
+      const int warp_row = first_row + m * Options::kConsumers * kMmaRows + warp * 16, row = warp_row + lane_id() / 4;
+      const int column = tile.n + piece * kPieceOutputs;
       const typename Epilogue::Extras extras = Epilogue::extras_of(p, row, tile);
       float y[2][4];
 #pragma unroll

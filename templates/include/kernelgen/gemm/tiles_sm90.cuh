@@ -95,11 +95,20 @@ struct RowGroupTiles {
     return false;
   }
 
+  // The tile's row, turned by one in each round of the grid: else equal groups of two tiles, the second of few rows, would give every other
+  // block all the full ones (32 groups of 192 rows, H200: as long as for 256). Rounds are counted as if all groups had this one's tiles:
+  // the same for the rows of a column, whatever it is.
+  __device__ int turned(const DenseSm90Params& p, const TilePosition& at, int tiles_m, int index) const {
+    const int band = at.m / Product::kBandRows * Product::kBandRows, in_band = min(Product::kBandRows, tiles_m - band);
+    const uint32_t column = static_cast<uint32_t>(group) * (tiles_m * p.tiles_n) + (index - (at.m - band));
+    return band + (at.m - band + column / gridDim.x) % in_band;
+  }
+
   __device__ bool find(const DenseSm90Params& p, int& index, OutputTile& tile) {
     if (index >= tiles_of(end - begin) * p.tiles_n && !find_group(p, index)) return false;
     const int tiles_m = tiles_of(end - begin);
     const TilePosition at = TileWalk<Product::kBandRows>{tiles_m, p.tiles_n, tiles_m * p.tiles_n}.at(index);
-    tile.m = begin + at.m * Product::kBlockM;
+    tile.m = begin + turned(p, at, tiles_m, index) * Product::kBlockM;
     tile.n = at.n * Product::kOutputs;
     tile.row_end = end;
     tile.batch_b = tile.batch_bias = group;

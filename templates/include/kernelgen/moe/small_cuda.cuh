@@ -104,8 +104,8 @@ struct MoeSmallUp : SmallStream<Options, true> {
     auto next = this->begin(blockIdx.x, stride, total);
 #pragma unroll 1
     for (int i = 0; i < Stream::kStages - 1; ++i) {
-      this->copy_weights(next, this->stage_at(i));
-      this->copy_x(next, this->stage_at(i));
+      this->copy_weights(next, i);
+      this->copy_x(next, i);
       cp_async_commit();
       this->advance(next);
     }
@@ -210,7 +210,7 @@ struct MoeSmallDown : SmallStream<Options, false> {
     auto next = this->begin(team, kTeams, this->units), behind = next;
 #pragma unroll 1
     for (int i = 0; i < kAhead; ++i) {
-      this->copy_weights(next, this->stage_at(i));
+      this->copy_weights(next, i);
       if (Stream::kHeld) cp_async_commit();
       this->advance(next);
     }
@@ -218,7 +218,7 @@ struct MoeSmallDown : SmallStream<Options, false> {
     if constexpr (!Stream::kHeld) {
 #pragma unroll 1
       for (int i = 0; i < kAhead; ++i) {
-        this->copy_x(behind, this->stage_at(i));
+        this->copy_x(behind, i);
         cp_async_commit();
         this->advance(behind);
       }

@@ -42,7 +42,7 @@ struct SmallStream : Options {
   static constexpr bool kBlocks = kUp ? Options::kBlocks13 : Options::kBlocks2;
   static constexpr Gate kGate = kUp ? Options::kGate : Gate::kNone;
   static constexpr bool kGated = kGate != Gate::kNone;
-  static constexpr int kOutputs = kGated ? kRows / 2 : kRows;
+  static constexpr int kOutputs = kGated ? kRows / 2 : kRows, kSides = kGated ? 2 : 1;
   static constexpr int kThreads = kWarps * kWarpSize;
   static constexpr int kEights = kRows / 8;             // of rows
   static constexpr int kTiles = ceil_div(kEights, 2);   // of sixteen
@@ -51,13 +51,16 @@ struct SmallStream : Options {
   static constexpr int kHalves = 2, kStepBytes = kHalves * 64;  // of a row
   static constexpr int kStepDepth = kHalves * Weights::kDepth;  // elements
   static constexpr int kTokenBytes = kTokens * 64;              // of a chunk of 8 elements of each lane
-  static constexpr int kXAt = kEights * 1024, kScalesAt = kXAt + (kHeld ? 0 : kHalves * Weights::kChunksOfX * kTokenBytes);
+  static constexpr int kXAt = kEights * 1024, kStageBytes = kXAt + (kHeld ? 0 : kHalves * Weights::kChunksOfX * kTokenBytes);
   // A row's scales of 32 in a step are 8 bytes of any alignment: the words that hold them, dealt to the lanes.
   static constexpr bool kFourBit = Weights::kFourBit;
   static constexpr int kScaleWords = kFourBit ? 3 * kRows : 0, kScaleCopies = ceil_div(kScaleWords, kWarpSize);
   static constexpr int kScaleStep = kStepDepth / 32;  // bytes
-  static constexpr int kStageBytes = kScalesAt + round_up(4 * max_of(kScales, kScaleWords), 16);
-  static constexpr int kRingBytes = kWarps * kStages * kStageBytes;
+  // Scales lie behind the rings of all warps, so that stages begin at multiples of 64 bytes: a copy whose target lies otherwise to 32 bytes
+  // than its source is half as many sectors again.
+  static constexpr int kScaleBytes = round_up(4 * max_of(kScales, kScaleWords), 16);
+  static constexpr int kRingBytes = kWarps * kStages * (kStageBytes + kScaleBytes);
+  static_assert(kStageBytes % 64 == 0, "see above");
   static_assert(kRows == 8 || kRows == 16 || kRows == 32 || (kRows == 24 && !kUp), "parts of an mma's rows");
   static_assert(kWarps % kSplit == 0, "teams of warps");
 
@@ -67,7 +70,7 @@ struct SmallStream : Options {
   const MoeSmallParams& p;
   const Routing& routing;
   Rows held;
-  uint32_t ring;           // this warp's
+  uint32_t ring, scale_ring;  // this warp's
   int lane, group, place;  // row or token of a fragment, and which of its quad
   int part;                // of K
   int steps, bytes;        // of a row of weights
@@ -77,7 +80,8 @@ struct SmallStream : Options {
 
   // `rows`: where those that are held lie.
   __device__ SmallStream(const MoeSmallParams& p, const Routing& routing, uint32_t shared, uint32_t rows, int warp, int tiles)
-      : p(p), routing(routing), ring(shared + warp * kStages * kStageBytes), lane(lane_id()), group(lane / 4), place(lane % 4),
+      : p(p), routing(routing), ring(shared + warp * kStages * kStageBytes),
+        scale_ring(shared + kWarps * kStages * kStageBytes + warp * kStages * kScaleBytes), lane(lane_id()), group(lane / 4), place(lane % 4),
         part(warp % kSplit), tiles(tiles), units(*routing.units) {
     bytes = (kUp ? p.width : p.inner) / Weights::kPerChunk * 16;
     steps = ceil_div(bytes, kSplit * kStepBytes);
@@ -100,13 +104,15 @@ struct SmallStream : Options {
       }
     }
   }
+  __device__ int64_t row_bytes() const { return kUp ? p.w13_row : p.w2_row; }
   __device__ static int outputs(const MoeSmallParams& p) { return kUp ? p.inner : p.width; }
   __device__ static int last_row(const MoeSmallParams& p) { return (kGated ? 2 * p.inner : outputs(p)) - 1; }
 
   // What is copied next. Work `at` is a unit and a tile of outputs; a warp takes every `stride`-th, in each pass.
   struct Cursor {
     int first, at, stride, total, pass, step, end;
-    const char* weights[2 * kEights];  // of each four rows
+    const char* weights[kSides];  // of this lane's gate and up among the first four outputs; rows of others are so many strides further
+    int outputs;                  // from this lane's to the end
     const T* x[kColumns];
     const float* scales;
     const char* words[max_of(1, kScaleCopies)];
@@ -131,10 +137,11 @@ struct SmallStream : Options {
     const int before = c.step * kSplit + part;  // steps of all parts
     const char* base = kUp ? p.w13 + unit.expert * p.w13_expert : p.w2 + unit.expert * p.w2_expert;
 #pragma unroll
-    for (int i = 0; i < 2 * kEights; ++i) {
-      const int row = min(row_of(p, output, i / 2, i % 2 * 4 + lane / 8), last_row(p));  // rows behind the last are not stored
-      c.weights[i] = base + row * (kUp ? p.w13_row : p.w2_row) + before * kStepBytes + lane % 8 * 16;
+    for (int side = 0; side < kSides; ++side) {
+      const int row = row_of(p, output, kRows == 8 ? 0 : side, (kRows == 8 ? 4 * side : 0) + lane / 8);
+      c.weights[side] = base + row * row_bytes() + before * kStepBytes + lane % 8 * 16;
     }
+    c.outputs = outputs(p) - output - lane / 8;
 #pragma unroll
     for (int t = 0; t < kColumns && !kHeld; ++t) {
       const int slot = slot_of(unit, 8 * t + group);
@@ -177,7 +184,7 @@ struct SmallStream : Options {
     if (c.at >= c.total) return;
     if (++c.step < c.end) {
 #pragma unroll
-      for (int i = 0; i < 2 * kEights; ++i) c.weights[i] += kSplit * kStepBytes;
+      for (int side = 0; side < kSides; ++side) c.weights[side] += kSplit * kStepBytes;
 #pragma unroll
       for (int t = 0; t < kColumns && !kHeld; ++t) c.x[t] += kSplit * kStepDepth;
 #pragma unroll
@@ -190,37 +197,44 @@ struct SmallStream : Options {
   }
 
   __device__ uint32_t stage_at(int index) const { return ring + index * kStageBytes; }
+  __device__ uint32_t scales_at(int index) const { return scale_ring + index * kScaleBytes; }
 
-  // Where a row's 16 bytes `chunk` of its 128 lie among those of eight rows. All of a row, the same chunk of all rows (ldmatrix), and four
-  // chunks of two neighbouring rows (a quarter of a warp's load) come from different banks. Chunk + 4 is 64 bytes further or before: ^ 64.
-  __device__ static int chunk_at(int row, int chunk) { return row * 128 + (chunk ^ ((row % 2) * 4 + row / 2)) * 16; }
+  // Where a row's 16 bytes `chunk` of its 128 lie among those of eight rows. All of a row, four chunks of two neighbouring rows (a quarter
+  // of a warp's load), and for mxfp4 the same chunk of all rows (ldmatrix) come from different banks. Chunk + 4 is 64 bytes further or
+  // before: ^ 64.
+  __device__ static int chunk_at(int row, int chunk) { return row * 128 + (chunk ^ (row % 2 * 4 + (kFourBit ? row / 2 : 0))) * 16; }
 
   // Whether half `half` of the step has x for this lane.
   __device__ bool exists(const Cursor& c, int half) const {
     return (c.step * kSplit + part) * kStepBytes + half * 64 + place * 16 < bytes;
   }
 
-  __device__ void copy_weights(const Cursor& c, uint32_t stage) const {
+  __device__ void copy_weights(const Cursor& c, int index) const {
     if (c.at >= c.total) return;
+    const uint32_t stage = stage_at(index);
     const bool valid = (c.step * kSplit + part) * kStepBytes + lane % 8 * 16 < bytes;
 #pragma unroll
-    for (int i = 0; i < 2 * kEights; ++i) {
-      cp_async_16(stage + i / 2 * 1024 + chunk_at(i % 2 * 4 + lane / 8, lane % 8), c.weights[i], valid);
+    for (int i = 0; i < 2 * kEights; ++i) {  // rows behind the last output are zeros
+      const int eight = i / 2, side = kSides == 1 ? 0 : kRows == 8 ? i : eight % 2;
+      const int further = kSides == 1 ? 4 * i : kRows == 8 ? 0 : eight / 2 * 8 + i % 2 * 4;
+      const char* source = c.weights[side] + further * (kGate == Gate::kInterleaved ? 2 : 1) * row_bytes();
+      cp_async_16(stage + eight * 1024 + chunk_at(i % 2 * 4 + lane / 8, lane % 8), source, valid && further < c.outputs);
     }
     if constexpr (kBlocks) {
       const int block = (c.step * kSplit + part) * kStepDepth / 128;
-      if (lane < kScales) cp_async_4(stage + kScalesAt + 4 * lane, c.scales + block * (kUp ? p.scale13_block : p.scale2_block),
+      if (lane < kScales) cp_async_4(scales_at(index) + 4 * lane, c.scales + block * (kUp ? p.scale13_block : p.scale2_block),
                                      (c.step * kSplit + part) * kStepBytes < bytes);
     }
 #pragma unroll
     for (int i = 0; i < kScaleCopies; ++i) {
       const int entry = lane + i * kWarpSize;
-      if (entry < kScaleWords) cp_async_4(stage + kScalesAt + 4 * entry, c.words[i], c.left[i] > 0);
+      if (entry < kScaleWords) cp_async_4(scales_at(index) + 4 * entry, c.words[i], c.left[i] > 0);
     }
   }
 
-  __device__ void copy_x(const Cursor& c, uint32_t stage) const {
+  __device__ void copy_x(const Cursor& c, int index) const {
     if constexpr (!kHeld) {
+      const uint32_t stage = stage_at(index);
       constexpr int kChunks = Weights::kChunksOfX;
       if (c.at >= c.total) return;
 #pragma unroll
@@ -286,13 +300,13 @@ struct SmallStream : Options {
   };
 
   // A step's products with scales of 32; `left` of them are of this row, the others of nobody.
-  __device__ void multiply_scaled(Sums& sums, uint32_t from, const X& of_x, ScalesOf32& of_rows, int left) const {
+  __device__ void multiply_scaled(Sums& sums, uint32_t from, uint32_t from_scales, const X& of_x, ScalesOf32& of_rows, int left) const {
     uint32_t scales[2 * kTiles][kHalves] = {};
 #pragma unroll
     for (int i = 0; i < kEights; ++i) {
       uint32_t words[3];
 #pragma unroll
-      for (int j = 0; j < 3; ++j) words[j] = load_word(from + kScalesAt + 12 * (8 * i + group) + 4 * j);
+      for (int j = 0; j < 3; ++j) words[j] = load_word(from_scales + 12 * (8 * i + group) + 4 * j);
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
         const uint64_t both = static_cast<uint64_t>(words[half + 1]) << 32 | words[half];
@@ -350,9 +364,10 @@ struct SmallStream : Options {
   }
 
   // `left`: scales of 32 from this step on.
-  __device__ void multiply(Sums& sums, uint32_t from, const X& of_x, ScalesOf32& of_rows, int left) const {
+  __device__ void multiply(Sums& sums, int index, const X& of_x, ScalesOf32& of_rows, int left) const {
+    const uint32_t from = stage_at(index), from_scales = scales_at(index);
     if constexpr (kFourBit) {
-      multiply_scaled(sums, from, of_x, of_rows, left);
+      multiply_scaled(sums, from, from_scales, of_x, of_rows, left);
     } else if constexpr (!kBlocks) {
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) multiply_half(sums, from, of_x, half, false);
@@ -366,7 +381,7 @@ struct SmallStream : Options {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int entry = kRows == 8 ? (kGated ? group / 4 : 0) : 2 * m + half;
-          scale[half] = __uint_as_float(load_word(from + kScalesAt + 4 * entry));
+          scale[half] = __uint_as_float(load_word(from_scales + 4 * entry));
         }
 #pragma unroll
         for (int t = 0; t < kColumns; ++t) {
@@ -409,7 +424,7 @@ struct SmallStream : Options {
     for (int step = pass * pass_steps; step < min((pass + 1) * pass_steps, steps); ++step) {
       cp_async_wait<kStages - 2>();
       __syncwarp();  // every lane's copies have landed, and all have read the stage that is filled now
-      const uint32_t target = stage_at(stage == 0 ? kStages - 1 : stage - 1);
+      const int target = stage == 0 ? kStages - 1 : stage - 1;
       copy_weights(next, target);
       copy_x(next, target);
       cp_async_commit();
@@ -417,7 +432,7 @@ struct SmallStream : Options {
 #pragma unroll
       for (int t = 0; t < kColumns && !kHeld; ++t) of_x.at[t] = stage_at(stage) + kXAt + t * 512 + token * 16;
       const int from = (step * kSplit + part) * kStepBytes;
-      if (from < bytes) multiply(sums, stage_at(stage), of_x, of_rows, (bytes - from) / 16);
+      if (from < bytes) multiply(sums, stage, of_x, of_rows, (bytes - from) / 16);
 #pragma unroll
       for (int t = 0; t < kColumns && kHeld; ++t) of_x.at[t] += Rows::kPerStep * of_x.next;
       stage = stage + 1 == kStages ? 0 : stage + 1;

@@ -4,7 +4,8 @@
 // registers between finding its largest magnitude and writing its codes, so that x is read once and written once:
 //
 //   row           a team per row; kKept = 0 reads rows again that no block's registers hold
-//   1 x 128       16 lanes, a piece of 8 elements each; a team takes kUnits of them at a time, so that their loads are in flight together
+//   1 x 128       16 lanes, a piece of 8 elements each. With kUnits a block owns a row, and a team so many of its units, whose loads are in
+//                 flight together and whose places take no divisions
 //   128 x 128     the block, 8 pieces of 8 elements per thread
 //   tensor        two kernels: the first leaves one largest magnitude per block, the second finds the largest of those and
 //                 reads x again (a unit is then only a segment of a row that a warp takes at a time)
@@ -59,7 +60,7 @@ struct QuantizeFp8 : Options {
   static constexpr int kUnitRows = kSquare ? kBlock : 1;
   static constexpr float kLargest = is_same_v<Code, fp8_e4m3> ? 448.0f : 57344.0f;
   static_assert(kLanes == 16 || kLanes == kWarpSize || kLanes == kThreads, "a team is half a warp, a warp or the block");
-  static_assert(kUnits == 1 || kRecipe == Recipe::kBlock1x128, "teams of one warp or less take several units");
+  static_assert(kUnits == 0 || kRecipe == Recipe::kBlock1x128, "rows have several units");
   static_assert(!kSquare || (kLanes == kThreads && kThreads * kPieces * kPiece == kBlock * kBlock), "a block owns a square");
 
   using Values = float[kPieces][kPiece];
@@ -236,13 +237,23 @@ struct QuantizeFp8 : Options {
   // Recipes whose units lie in one team's hands.
   __device__ static void run(const QuantizeParams& p) {
     const int64_t units = static_cast<int64_t>(p.batch) * p.row_units * p.column_units;
-    const int64_t index = static_cast<int64_t>(blockIdx.x) * (kTeams * kUnits) + threadIdx.x / kLanes;
+    const int64_t index = static_cast<int64_t>(blockIdx.x) * kTeams + threadIdx.x / kLanes;
     // A team without a unit stays: its warp's other half needs it for the shuffles.
-    Unit every[kUnits];
+    constexpr int kPlaces = max_of(1, kUnits);
+    Unit every[kPlaces];
+    if constexpr (kUnits > 0) {
+      every[0] = unit_at(p, static_cast<int>(blockIdx.x) * p.column_units);  // the row's first
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-      every[u] = unit_at(p, static_cast<int>(min(index + u * kTeams, units - 1)));
-      if (index + u * kTeams >= units) every[u].rows = 0;
+      for (int u = kPlaces - 1; u >= 0; --u) {
+        const int column_unit = static_cast<int>(threadIdx.x) / kLanes + u * kTeams;
+        every[u] = every[0];
+        every[u].column = static_cast<int64_t>(column_unit) * kBlock;
+        every[u].scale += column_unit * p.scale_block;
+        if (column_unit >= p.column_units) every[u].rows = 0;
+      }
+    } else {
+      every[0] = unit_at(p, static_cast<int>(min(index, units - 1)));
+      if (index >= units) every[0].rows = 0;
     }
     if constexpr (kRereads) {
       const Unit& unit = every[0];
@@ -260,19 +271,19 @@ struct QuantizeFp8 : Options {
       });
       if (lane() == 0) *unit.scale = scale;
     } else {
-      Values values[kUnits];
+      Values values[kPlaces];
       bool whole = true;
 #pragma unroll
-      for (int u = 0; u < kUnits; ++u) whole = whole && piece_count(p, every[u], kPieces - 1) == kPiece;  // the last one: then all are
+      for (int u = 0; u < kPlaces; ++u) whole = whole && piece_count(p, every[u], kPieces - 1) == kPiece;  // the last one: then all are
       if (whole) {
 #pragma unroll
-        for (int u = 0; u < kUnits; ++u) load_pieces<true>(values[u], p, every[u]);
+        for (int u = 0; u < kPlaces; ++u) load_pieces<true>(values[u], p, every[u]);
       } else {
 #pragma unroll
-        for (int u = 0; u < kUnits; ++u) load_pieces<false>(values[u], p, every[u]);
+        for (int u = 0; u < kPlaces; ++u) load_pieces<false>(values[u], p, every[u]);
       }
 #pragma unroll
-      for (int u = 0; u < kUnits; ++u) {
+      for (int u = 0; u < kPlaces; ++u) {
         uint32_t amax = 0;
 #pragma unroll
         for (int i = 0; i < kPieces; ++i) amax = largest_of(amax, values[u][i]);
