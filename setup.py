@@ -16,6 +16,8 @@ except ImportError:  # setuptools before 70.1
     from wheel.bdist_wheel import bdist_wheel
 
 SHIPPED_OF_TESTING = ("__init__", "data", "moe_layer", "tolerance")
+# What writes files of the sources, and what tools/tune.py searches with.
+OF_A_CHECKOUT = {("kernelgen.library", "write"), ("kernelgen.bench", "tuning")}
 # kernelgen/launch/host.py builds the same file with the same flags from a checkout.
 FLAGS = ["-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-s"]
 
@@ -48,7 +50,8 @@ class BuildWithLauncher(build_py):
     def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
         """Of kernelgen.testing only what the demo and the measurements import: the cases of the tests stay in a checkout."""
         found: list[tuple[str, str, str]] = super().find_package_modules(package, package_dir)
-        return [m for m in found if package != "kernelgen.testing" or m[1] in SHIPPED_OF_TESTING or self.editable_mode]
+        return [m for m in found if self.editable_mode or (
+            (package != "kernelgen.testing" or m[1] in SHIPPED_OF_TESTING) and (package, m[1]) not in OF_A_CHECKOUT)]
 
     def run(self) -> None:
         super().run()

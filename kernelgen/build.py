@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from kernelgen.cache.keys import Request, ToolchainId
 from kernelgen.cache.store import Artifact, BuildOutput, Store
 from kernelgen.errors import ArtifactMissingError, CacheError, ToolchainMissing
+from kernelgen.forks import Lock
 from kernelgen.kernels.base import LoadedKernel
 from kernelgen.launch.host import start_launcher
 from kernelgen.render import Source, render
@@ -38,8 +38,8 @@ class BuildReport:
 _store: Store | None = None
 _kernels: dict[KernelSpec, LoadedKernel] = {}
 _reports: dict[KernelSpec, BuildReport] = {}
-_locks: dict[KernelSpec, threading.Lock] = {}
-_guard = threading.Lock()
+_locks: dict[KernelSpec, Lock] = {}
+_guard = Lock()
 
 
 def store() -> Store:
@@ -116,7 +116,7 @@ def kernel(spec: KernelSpec) -> LoadedKernel:
     if loaded is not None:
         return loaded
     with _guard:
-        lock = _locks.setdefault(spec, threading.Lock())
+        lock = _locks.setdefault(spec, Lock())
     with lock:
         loaded = _kernels.get(spec)
         if loaded is None:

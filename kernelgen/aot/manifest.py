@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import shlex
-import threading
 from collections.abc import Iterable
 from dataclasses import MISSING, fields, is_dataclass
 from importlib import import_module
@@ -22,6 +21,7 @@ from typing import Any
 
 from kernelgen.dispatch.decision import Candidate, Decision
 from kernelgen.errors import SettingsError
+from kernelgen.forks import Lock
 from kernelgen.kernels.base import families
 from kernelgen.targets import Target
 from kernelgen.verdicts import yes
@@ -34,7 +34,7 @@ _CLASSES = ("kernelgen.problems.", "kernelgen.kernels.", "kernelgen.variants.", 
 _FIELDS = ("op", "problem", "target", "kernel", "config")
 
 _seen: set[tuple[Any, ...]] = set()
-_lock = threading.Lock()
+_lock = Lock()
 _off: set[Path] = set()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import struct
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -12,6 +11,7 @@ from functools import lru_cache
 import torch
 
 from kernelgen.errors import CompileError, KernelgenError, LaunchError, ToolchainMissing
+from kernelgen.forks import Lock
 from kernelgen.launch.host import launcher
 from kernelgen.params import ParamStruct
 from kernelgen.specs import KernelSpec
@@ -56,7 +56,7 @@ class TensorMapRecipe:
 
 _entries: dict[tuple[int, str], int] = {}
 _allowed: dict[tuple[int, int], int] = {}  # dynamic shared memory of a kernel on a device
-_allowing = threading.Lock()
+_allowing = Lock()
 
 
 @dataclass(frozen=True)

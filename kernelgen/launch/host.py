@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kernelgen.errors import ArtifactMissingError, KernelgenError, LaunchError
+from kernelgen.forks import Lock
 from kernelgen.render import Source, include_closure, template_text
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def load_error(what: str, path: Path, error: Exception) -> LaunchError:
 
 
 _module: Any = None
-_loading = threading.Lock()
+_loading = Lock()
 
 
 def launcher() -> Any:

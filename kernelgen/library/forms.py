@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kernelgen.errors import DtypeError, KernelgenError
+from kernelgen.forks import Lock
 
 
 class Form(NamedTuple):
@@ -177,16 +178,17 @@ class Handles:
         import itertools
 
         self._what, self._next, self._live = what, itertools.count(1), dict[int, Any]()
-        self._limit = 4096
+        self._limit, self._lock = 4096, Lock()
 
     def add(self, made: Any) -> int:
         import weakref
 
         number = next(self._next)
-        if len(self._live) >= self._limit:  # in place of a callback at every death
-            self._live = {n: ref for n, ref in self._live.items() if ref() is not None}
-            self._limit = max(4096, 2 * len(self._live))
-        self._live[number] = weakref.ref(made)
+        with self._lock:  # plans are made in several threads, and what one adds must not be lost to another's sweep
+            if len(self._live) >= self._limit:  # in place of a callback at every death
+                self._live = {n: ref for n, ref in self._live.items() if ref() is not None}
+                self._limit = max(4096, 2 * len(self._live))
+            self._live[number] = weakref.ref(made)
         return number
 
     def get(self, number: int) -> Any:

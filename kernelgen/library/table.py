@@ -57,7 +57,8 @@ class Row:
     shapes     what comes out, in order: of the function's results, or of what ``pack`` makes of them
     results    how many; ``more`` and ``also``: the overloads beside the plain one and that with given outputs
     gradient   whether the eager call has one: by torch's operators, or the oracle
-    brief      arguments with a default of the plain operator; a call with more is the overload "full". 0: all of them
+    brief      arguments with a default of the plain operator, and of its twin by ``also``; a call with more is the overload "full", of
+               the twin "<its name>_full". 0: all of them
     pack       the function's value as the operator's result; ``unpack`` the reverse: a helper, and arguments beside the result
     before     a helper that changes arguments first, and their names
     """

@@ -7,13 +7,13 @@
 from __future__ import annotations
 
 import struct
-import threading
 from collections import OrderedDict
 from typing import Any
 
 import torch
 
 from kernelgen.errors import DeviceError, DtypeError, ShapeError, VariantError
+from kernelgen.forks import Lock
 from kernelgen.lasting import capturing, lasting
 from kernelgen.variants.expression import INT32
 from kernelgen.variants.trace import extra_tensor
@@ -24,7 +24,7 @@ _KEPT_BLOCKS = 256
 _blocks: OrderedDict[tuple[torch.device, tuple[int, ...]], torch.Tensor] = OrderedDict()
 _captured: dict[tuple[torch.device, tuple[int, ...]], torch.Tensor] = {}
 _spare: dict[torch.device, torch.Tensor] = {}
-_lock = threading.Lock()
+_lock = Lock()
 
 
 def argument_words(variant: Any, traced: TracedVariant) -> list[int]:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kernelgen.errors import VariantError
+from kernelgen.forks import Lock
 
 BOOL, INT, FLOAT32, REAL = "bool", "int", "float32", "real"
 _RANK = {BOOL: 0, INT: 1, FLOAT32: 2, REAL: 3}
@@ -65,7 +66,7 @@ class Expression:
 
 
 _interned: weakref.WeakValueDictionary[tuple[object, ...], Expression] = weakref.WeakValueDictionary()
-_interning = threading.RLock()  # a collection inside may run code that traces
+_interning = Lock(threading.RLock)  # a collection inside may run code that traces
 
 
 def make(op: str, dtype: str, operands: tuple[Expression, ...] = (), value: object = None, weak: bool = False,

@@ -12,6 +12,7 @@ from typing import Any
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
 from kernelgen.kernels.gemm import dense_sm90
+from kernelgen.kernels.gemm.activations import splits
 from kernelgen.kernels.gemm.dense_sm90 import Config, closure, spec_of
 from kernelgen.kernels.gemm.requantize import Requantization
 from kernelgen.kernels.gemm.sm90 import BLOCK_RECIPES, promotes, quantizes, requantized, round_up, supports_common, unquantized
@@ -44,7 +45,8 @@ def legal(problem: GroupedGemmProblem, target: Target, config: Config) -> Verdic
     """Does the config fit the problem and the target?"""
     c = config
     return dense_sm90.legal(problem, target, config) and first_no(
-        (not problem.gathered or c.block_m <= 128, f"config {c}: lanes that gather have registers for 128 rows"),
+        (not problem.gathered or c.block_m <= (64 if problem.scales in BLOCK_RECIPES else 128),
+         f"config {c}: lanes that gather have registers for 128 rows, for 64 beside their scales"),  # 12 - 48 bytes
         (c.blocks == 1, f"config {c}: neighbouring tiles of groups share nothing to multicast, and K of each may differ"),
         # Two tiles' addresses and groups beside the sums: 92 - 336 bytes spilled with an epilogue.
         (not c.pingpong or c.mma_m * c.block_n <= 256 or not (problem.activation or problem.bias or problem.accumulate_c),
@@ -54,6 +56,8 @@ def legal(problem: GroupedGemmProblem, target: Target, config: Config) -> Verdic
         # 68 - 76 bytes.
         (c.mma_m == 1 or promotes(problem) or not quantizes(problem),
          f"config {c}: results on their way to codes do not fit beside the sums"),
+        (not (splits(problem) and problem.scales in BLOCK_RECIPES and c.block_n == 192),
+         f"config {c}: halves of a gate have 6 scales of columns, which do not fit beside the sums"),  # 20 bytes
         (problem.grouping != "k" or not c.pingpong, f"config {c}: consumers that take turns need the same depth"),
     )
 
@@ -124,10 +128,10 @@ def coverage() -> Iterable[tuple[GroupedGemmProblem, Config | None]]:
     yield quantized, Config(1, 2, 256, 4, parts=4)
     yield replace(quantized, grouping="masked", gate_up="interleaved"), Config(1, 2, 256, 4, parts=4)
     yield replace(quantized, activation=None, scales="block_1x128"), Config(1, 2, 128, 5, parts=2)
-    yield replace(quantized, out_scale="row"), Config(1, 2, 192, 4, parts=2)
+    yield replace(quantized, out_scale="row"), Config(1, 2, 128, 5, parts=2)
     yield replace(fp8, scales="tensor", grouping="k", batched_b=False), Config(1, 2, 128, 6)
     for problem, config in ((base, Config(2, 2, 128, 5, pingpong=True)), (replace(base, activation="swiglu"), Config(1, 2, 256, 4)),
-                            (fp8, Config(1, 2, 128, 5)), (quantized, Config(1, 2, 256, 3, parts=4, slabs=4)),
+                            (fp8, Config(1, 1, 128, 8)), (quantized, Config(1, 1, 256, 5, parts=4)),
                             (replace(fp8, scales="row"), Config(1, 1, 128, 8))):
         yield GatheredGemmProblem(**vars(problem), tokens=512), config
 

@@ -52,12 +52,10 @@ struct DenseEpilogue {
   static constexpr bool kOneByOne =
       (Options::kPromote || kRowGroups) && kGate == Gate::kInterleaved && (Options::kBias || Options::kScales);
 
-  uint32_t slabs;   // shared address of all consumers' slabs
-  uint32_t staged;  // and of their columns' scales, then biases
-  int slab = 0;     // the next of this warpgroup's kSlabs
-
-  // Of the block's consumers. Not kept: registers are short where this is asked for.
-  __device__ static int group() { return threadIdx.x / kWarpgroupThreads; }
+  uint32_t slabs;   // shared address of this warpgroup's kSlabs
+  uint32_t staged;  // and of its columns' scales, then biases
+  int group;        // of the block's consumers
+  int slab = 0;     // the next of kSlabs
 
   // First row of the tile of b from `row` on, as a column of b.
   __device__ static int column_of_b(const DenseSm90Params& p, int output, int row) {
@@ -135,22 +133,21 @@ struct DenseEpilogue {
   // Those of columns to shared memory. What the tile before left there has been read: slabs, where there are any, leave behind a barrier.
   __device__ void stage(const Ahead& ahead) const {
     if constexpr (!kStaged) return;
-    if constexpr (!Options::kTmaOut) named_barrier_sync(1 + group(), kWarpgroupThreads);
+    if constexpr (!Options::kTmaOut) named_barrier_sync(1 + group, kWarpgroupThreads);
 #pragma unroll
     for (int i = 0; i < kColumnsOfThread; ++i) {
-      const uint32_t target = staged + group() * kStagedBytes + (threadIdx.x % kWarpgroupThreads + i * kWarpgroupThreads) * 4;
+      const uint32_t target = staged + (threadIdx.x % kWarpgroupThreads + i * kWarpgroupThreads) * 4;
       if (i + 1 == kColumnsOfThread && threadIdx.x % kWarpgroupThreads + i * kWarpgroupThreads >= Options::kBlockN) continue;
       if constexpr (Options::kScales) store_float(target, ahead.scales[i]);
       if constexpr (Options::kBias) store_float(target + (Options::kScales ? kColumnBytes : 0), ahead.biases[i]);
     }
-    named_barrier_sync(1 + group(), kWarpgroupThreads);
+    named_barrier_sync(1 + group, kWarpgroupThreads);
   }
 
   // Of the m-th 64 rows of this consumer, the thread's first of which is `row`.
   __device__ Extras extras_of(const DenseSm90Params& p, int row, const OutputTile& tile, const Ahead& ahead, int m) const {
     if constexpr (kStaged) {
-      return {Options::kScales ? ahead.rows[m][0] : 1.0f, Options::kScales ? ahead.rows[m][1] : 1.0f, staged + group() * kStagedBytes,
-              nullptr, nullptr};
+      return {Options::kScales ? ahead.rows[m][0] : 1.0f, Options::kScales ? ahead.rows[m][1] : 1.0f, staged, nullptr, nullptr};
     } else {
       return extras_of(p, row, tile);
     }
@@ -310,8 +307,8 @@ struct DenseEpilogue {
   // The next slab, once the store that last read it has done so. By all threads of the warpgroup, as all here.
   __device__ uint32_t begin_slab() const {
     if (threadIdx.x % kWarpgroupThreads == 0) tma_store_wait_read<Options::kSlabs - 1>();
-    named_barrier_sync(1 + group(), kWarpgroupThreads);
-    return slabs + group() * kStoreBytes + slab * kSlabBytes;
+    named_barrier_sync(1 + group, kWarpgroupThreads);
+    return slabs + slab * kSlabBytes;
   }
 
   // The slab, written by all, leaves for 64 rows and the tile's outputs from `column` on.
@@ -322,7 +319,7 @@ struct DenseEpilogue {
     const bool others_follow = (kRowGroups && first_row + kMmaRows > tile.row_end) ||
                                (outputs_end * static_cast<int>(sizeof(Out)) % 16 != 0 && tile.n + kOutputs > outputs_end);
     tma_store_fence();
-    named_barrier_sync(1 + group(), kWarpgroupThreads);
+    named_barrier_sync(1 + group, kWarpgroupThreads);
     if (others_follow) {
       if (column + kSlabColumns <= kOutputs) {
         store_slab_rows<false, kSlabColumns>(address, p, tile, first_row, tile.n + column);

@@ -420,7 +420,7 @@ struct DenseSm90 : Options {
       index += step;
     }
     if (kPingpong) step *= 2;
-    Epilogue epilogue{shared + kStoreAt, shared + kStagedAt};
+    Epilogue epilogue{shared + kStoreAt + group * Epilogue::kStoreBytes, shared + kStagedAt + group * Epilogue::kStagedBytes, group};
     Sums sums;
     typename Epilogue::Ahead ahead;
     OutputTile tile;

@@ -3,8 +3,9 @@
 //   struct Tiles { bool find(p, index, tile); }   true and the tile, false behind the last one
 //
 // All lanes of a warp call find() together, with indices that never fall. With groups of rows the number of tiles is known on the
-// device alone: they are counted over the groups one behind the other, 32 groups at a time, and a warp only comes back to the
-// groups in which it found the tile before. Ends that fall or leave the matrix are cut off.
+// device alone: they are counted over the groups one behind the other, 32 groups at a time from that of the tile before. Ends that
+// fall or leave the matrix are cut off. (With the index counted from the group's first tile, taken off in find(), kernels of several
+// rounds failed on an H200, though the tiles are the same: lanes of the copying warp are not together there.)
 #pragma once
 
 #include <kernelgen/cuda/warp.cuh>
@@ -70,31 +71,28 @@ struct DenseTiles {
 
 template <class Product, Grouping kGrouping>
 struct RowGroupTiles {
-  int window = 0;          // the first of the 32 groups that were looked at last
-  int before_window = 0;   // tiles in front of it
-  int group = 0, rows = 0;  // of the tile found last
-  int first = 0, tiles = 0;  // the group's first tile and their number
-  int begin = 0;
+  // The group that was found last, its first tile, and its rows. All of it is alive beside the sums, so it is kept small.
+  int group = 0, first = 0, begin = 0, rows = 0;
 
   __device__ static int tiles_of(int rows) { return ceil_div(rows, Product::kBlockM); }
 
   __device__ bool find_group(const DenseSm90Params& p, int index) {
-    for (; window < p.groups; window += kWarpSize) {
+    int before = first;  // tiles in front of the 32 groups
+    for (int window = group; window < p.groups; window += kWarpSize) {
       const int mine = window + lane_id();
       const GroupRange range = mine < p.groups ? group_range<kGrouping>(p, mine) : GroupRange{0, 0};
       const int own = tiles_of(range.end - range.begin) * p.tiles_n;
       const int through = warp_inclusive_scan(own);
       const int total = __shfl_sync(kFullWarp, through, kWarpSize - 1);
-      if (index - before_window < total) {
-        const int source = __ffs(__ballot_sync(kFullWarp, through > index - before_window)) - 1;
+      if (index - before < total) {
+        const int source = __ffs(__ballot_sync(kFullWarp, through > index - before)) - 1;
         group = window + source;
-        tiles = __shfl_sync(kFullWarp, own, source);
-        first = before_window + __shfl_sync(kFullWarp, through, source) - tiles;
+        first = before + __shfl_sync(kFullWarp, through - own, source);
         begin = __shfl_sync(kFullWarp, range.begin, source);
         rows = __shfl_sync(kFullWarp, range.end, source) - begin;
         return true;
       }
-      before_window += total;
+      before += total;
     }
     return false;
   }
@@ -107,8 +105,8 @@ struct RowGroupTiles {
   }
 
   __device__ bool find(const DenseSm90Params& p, int index, OutputTile& tile) {
-    if (index >= first + tiles && !find_group(p, index)) return false;
-    const TilePosition at = TileWalk<Product::kBandRows>{tiles_of(rows), p.tiles_n, tiles}.at(index - first);
+    if (index >= first + tiles_of(rows) * p.tiles_n && !find_group(p, index)) return false;
+    const TilePosition at = TileWalk<Product::kBandRows>{tiles_of(rows), p.tiles_n, tiles_of(rows) * p.tiles_n}.at(index - first);
     tile.m = begin + turned(at, index) * Product::kBlockM;
     tile.n = at.n * Product::kOutputs;
     tile.row_end = begin + rows;
