@@ -37,11 +37,12 @@ def _positive(name: str, text: str) -> int:
 
 
 def _path(name: str, text: str) -> Path:
-    return Path(os.path.expanduser(text))
+    """Absolute: a service may change its folder after the settings were read, and its workers have others."""
+    return Path(os.path.abspath(os.path.expanduser(text)))
 
 
 def _paths(name: str, text: str) -> tuple[Path, ...]:
-    return tuple(Path(os.path.expanduser(part)) for part in text.split(":") if part)
+    return tuple(_path(name, part) for part in text.split(":") if part)
 
 
 def _cuda_home(name: str, text: str) -> Path:

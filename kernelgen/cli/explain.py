@@ -16,6 +16,7 @@ from kernelgen.cli.calls import FORMS
 from kernelgen.cli.decide import decide, for_sm_count
 from kernelgen.cli.options import Dims
 from kernelgen.cli.prebuild import OPTIONS as PREBUILD_OPTIONS
+from kernelgen.cli.prebuild import check_may_compile
 from kernelgen.cli.prebuild import run as prebuild_run
 from kernelgen.errors import NoBackendError
 
@@ -93,6 +94,7 @@ def _prebuild(op: str, *, target: str | None, sm_count: tuple[int, ...] | None, 
     from kernelgen.launch.host import launcher
     from kernelgen.targets import common_sm_counts
 
+    check_may_compile()
     first, live = decide(op, options, target, "generated")
     counts = sm_count or (common_sm_counts(first.target) if target is not None else (first.target.sm_count,))
     specs: dict[Any, list[int]] = {}  # one kernel serves every SM count that gives the same config

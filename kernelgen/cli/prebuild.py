@@ -67,6 +67,16 @@ def given_of_model(o: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
+def check_may_compile() -> None:
+    """The command that an ArtifactMissingError prints may be copied into the very shell that forbids to compile. Raises SettingsError."""
+    from kernelgen.errors import SettingsError
+    from kernelgen.settings import settings
+
+    if not settings().jit:
+        raise SettingsError("KERNELGEN_JIT=0 forbids to compile, which is what prebuild does: run KERNELGEN_JIT=1 kernelgen prebuild ..., "
+                            "here or on another machine with a compiler (kernelgen warmup only looks whether everything is there)")
+
+
 def run(ctx: click.Context, **o: Any) -> None:
     """The group's own options; a subcommand takes none of them."""
     given = [name for name, value in o.items() if value not in (None, (), False)]
@@ -81,6 +91,7 @@ def run(ctx: click.Context, **o: Any) -> None:
     sources = [name for name in _SOURCES if o[name]]
     if not sources:
         raise click.UsageError(f"got --{given[0].replace('_', '-')}, expected --model, --manifest or --spec with it, or an op", ctx)
+    check_may_compile()
     report = _report(o, given_of_model(o))
     if o["as_json"]:
         click.echo(json.dumps(report.as_dict(), indent=2))

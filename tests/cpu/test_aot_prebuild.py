@@ -23,7 +23,7 @@ from kernelgen.aot.manifest import read_manifest
 from kernelgen.aot.plan import call_decision, plan_of
 from kernelgen.aot.specs import specs_of
 from kernelgen.cli import cli
-from kernelgen.errors import CacheError
+from kernelgen.errors import CacheError, SettingsError
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
 from kernelgen.testing.aot_configs import CONFIGS, tiny
@@ -226,6 +226,16 @@ def test_what_is_refused(arguments: str, message: str, tmp_path: Path) -> None:
     torn.write_text('{"model_type": "llama", "hidden_si')
     done = prebuild(arguments.format(llama=config_file(tmp_path, "llama"), folder=tmp_path, torn=torn))
     assert done.exit_code != 0 and re.search(message, f"{done.output}{done.exception}"), (done.output, done.exception)
+
+
+@pytest.mark.parametrize("call", (("--target cpu", "--spec", "rmsnorm --x 4,64"), ("rmsnorm --x 4,64 --target cpu",)))
+def test_where_compiling_is_forbidden_prebuild_says_how(call: tuple[str, ...]) -> None:
+    """The command of an ArtifactMissingError, run in the shell of the service: it "failed" as its kernels did."""
+    from kernelgen import settings
+
+    with settings.override(jit=False):
+        done = prebuild(*call)
+    assert isinstance(done.exception, SettingsError) and "run KERNELGEN_JIT=1 kernelgen prebuild" in str(done.exception)
 
 
 def test_the_op_form_still_works_and_no_arguments_explain() -> None:

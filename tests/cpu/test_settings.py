@@ -53,3 +53,13 @@ def test_a41_cuda_home(tmp_path: Path) -> None:
         with pytest.raises(SettingsError) as caught:
             read({"CUDA_HOME": bad})
         assert "CUDA_HOME" in str(caught.value) and bad in str(caught.value)
+
+
+def test_paths_stay_where_they_were_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service that changed its folder recorded, and cached, in another place than it was told."""
+    monkeypatch.chdir(tmp_path)
+    made = read({"KERNELGEN_RECORD": "specs.jsonl", "KERNELGEN_CACHE_DIR": "cache", "KERNELGEN_CACHE_LAYERS": "a:./b",
+                 "KERNELGEN_LOCK_DIR": "l"})
+    monkeypatch.chdir("/")
+    assert (made.record, made.cache_dir, made.lock_dir) == (tmp_path / "specs.jsonl", tmp_path / "cache", tmp_path / "l")
+    assert made.cache_layers == (tmp_path / "a", tmp_path / "b")
