@@ -22,9 +22,9 @@ from kernelgen import build, explain
 from kernelgen.dispatch.decision import Candidate
 from kernelgen.dispatch.select import choose
 from kernelgen.errors import LayoutError
-from kernelgen.kernels.gemm import dense_sm90, grouped_sm90, packed_sm90, skinny_sm90, sm90
-from kernelgen.kernels.gemm.dense_configs import FITS, MEASURED
-from kernelgen.problems.gemm import GemmProblem, GroupedGemmProblem
+from kernelgen.kernels.gemm import dense_sm90, grouped_gemm_mma, grouped_sm90, packed_sm90, skinny_sm90, sm90
+from kernelgen.kernels.gemm.dense_configs import FITS, MEASURED, Config
+from kernelgen.problems.gemm import GatheredGemmProblem, GemmProblem, GroupedGemmProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
 from kernelgen.testing.mma_products import Product, make, problem_of
@@ -95,6 +95,17 @@ def test_epilogues_do_not_spill(family: Any, base: GemmProblem) -> None:
         specs += [family.spec(p, H200, c) for c in dict.fromkeys((next(iter(family.candidates(p, H200))), widest))]
     for name, report in compiled(specs).items():
         assert report["spill_stores"] == 0, name
+
+
+def test_who_gathers_rows() -> None:
+    """grouped_sm90, in tiles that the lanes that gather have registers for; nobody else."""
+    p = GatheredGemmProblem(128, 32768, 1536, 2048, "bf16", "bf16", "bf16", b_order="col", batched_b=True, tokens=4096)
+    assert "gathered" in str(p) and choose(p, H200, "generated", live=False).chosen.kernel == "gemm/grouped_sm90"  # type: ignore[union-attr]
+    assert str(next(iter(grouped_sm90.candidates(p, H200)))) == "128x256 g2 s4 c1x1"
+    assert "128 rows" in grouped_sm90.legal(p, H200, Config(2, 2, 128, 4)).reason
+    one = replace(p, a_dtype="e4m3", b_dtype="e4m3", scales="block_1x128")
+    assert "gathered rows" in grouped_sm90.supports(one, H200).reason
+    assert "gathered rows" in grouped_gemm_mma.supports(p, Target.parse("sm_80")).reason
 
 
 def test_skinny_choices_are_those_of_the_search() -> None:
