@@ -81,6 +81,8 @@ def test_what_the_cache_lacks_is_compiled_or_missing(with_launcher: None, tmp_pa
         assert not report.ok and [row.missing for row in report.rows] == [True] and "KERNELGEN_JIT=0" in report.rows[0].error
         done = run("warmup", "--manifest", path, "--device", "cpu")
         assert done.exit_code == 1 and "missing" in done.output and "1 missing" in done.output
+        done = run("cache", "export", "--manifest", path, tmp_path / "bundle.tar")
+        assert done.exit_code == 1 and done.output.endswith(f"build them first with {missing.value.command}\n")
     report = kernelgen.warmup(path, device="cpu")
     assert report.ok and len(report.compiled) == 1 and "compiled" in str(report)
 
