@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import zlib
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.resources import files
@@ -44,8 +46,20 @@ class RenderError(KernelgenError):
 
 
 @cache
+def _packed() -> dict[str, str]:
+    """Path under templates/ -> text in an installed wheel, which holds them as one file (setup.py); nothing in a checkout."""
+    try:
+        data = files("kernelgen").joinpath("templates.json.zlib").read_bytes()
+    except FileNotFoundError:
+        return {}
+    return dict(json.loads(zlib.decompress(data)))
+
+
+@cache
 def template_text(path: str) -> str:
     """Text of a file under templates/, wherever the package is installed. Raises RenderError if there is none."""
+    if path in _packed():
+        return _packed()[path]
     resource = files("kernelgen").joinpath("templates", *path.split("/"))
     try:
         return resource.read_text(encoding="utf-8")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 import zipfile
+import zlib
 from pathlib import Path
 
 import pytest
@@ -88,4 +90,12 @@ def test_wheel_holds_every_module_template_and_the_launcher(tmp_path: Path) -> N
         shipped = path.suffix in (".py", ".jinja", ".cuh", ".h", ".cc") and not str(path).startswith("kernelgen/testing/")
         if shipped and (ROOT / name).is_file() and not (ROOT / name).is_symlink():
             expected.add(str(path))
+    packed = json.loads(zlib.decompress(archive.read("kernelgen/templates.json.zlib")))
+    assert packed == {name.removeprefix("templates/"): (ROOT / name).read_text() for name in tracked
+                      if name.startswith("templates/") and (ROOT / name).is_file()}
+    expected -= {f"kernelgen/templates/{name}" for name in packed}
     assert expected - names == {"kernelgen/library/write.py", "kernelgen/bench/tuning.py"}  # for those who change the sources
+    archive.extractall(tmp_path / "installed")
+    code = "import kernelgen, kernelgen.render as r; print(kernelgen.__file__, len(r.template_text('gemm/dense_sm90.cu.jinja')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path / "installed", check=True)
+    assert done.stdout.split() == [str(tmp_path / "installed/kernelgen/__init__.py"), str(len(packed["gemm/dense_sm90.cu.jinja"]))]
