@@ -8,13 +8,14 @@ import zlib
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.resources import files
-from typing import Any
-
-import jinja2
+from typing import TYPE_CHECKING, Any
 
 from kernelgen import __version__
 from kernelgen.errors import KernelgenError
 from kernelgen.specs import KernelSpec
+
+if TYPE_CHECKING:
+    import jinja2  # in functions: it takes 50 ms, a sixth of what importing kernelgen may take, and is needed when something is rendered
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s*[<"](kernelgen/[^>"]+)[>"]', re.MULTILINE)
 # Marks the template line that an output line came from; \x01 and \x02 cannot occur in a template.
@@ -80,17 +81,19 @@ def _with_marks(text: str, name: str) -> str:
     return "\n".join(out)
 
 
-class _Loader(jinja2.BaseLoader):
-    def get_source(self, environment: jinja2.Environment, template: str) -> tuple[str, str, Any]:
-        return _with_marks(template_text(template), template), template, lambda: True
+def _load(template: str) -> tuple[str, str, Any]:
+    """For jinja2.FunctionLoader: the marked text, what tracebacks call it, and whether it is current."""
+    return _with_marks(template_text(template), template), template, lambda: True
 
 
 @lru_cache(maxsize=1)
 def _environment() -> jinja2.Environment:
+    import jinja2
+
     # The output is C++ for a compiler, not HTML: nothing to escape.
     return jinja2.Environment(
-        loader=_Loader(), undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
-        autoescape=False,
+        loader=jinja2.FunctionLoader(_load), undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        keep_trailing_newline=True, autoescape=False,
     )
 
 
@@ -136,6 +139,8 @@ def constants(spec: KernelSpec) -> str:
 @lru_cache(maxsize=1024)
 def render(spec: KernelSpec) -> Source:
     """Render a spec. Raises RenderError with template, line and the reason."""
+    import jinja2
+
     values = dict(spec.parameters)
     values["layout_assertions"] = spec.params.assertions(spec.params_type)
     values["constants"] = constants(spec)
