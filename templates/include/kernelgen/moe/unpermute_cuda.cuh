@@ -84,7 +84,7 @@ struct MoeUnpermuteCuda {
       Raw value[kAhead];
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
-        const int row = max(0, __shfl_sync(kFullWarp, slot.row, from + i));
+        const int64_t row = max(0, __shfl_sync(kFullWarp, slot.row, from + i));
         if constexpr (kBytes == 16) {
           load_stream(value[i].words, rows + row * p.row_stride);
         } else {
