@@ -10,12 +10,13 @@ import torch
 from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
-from kernelgen.errors import DtypeError, LayoutError, SettingsError, ShapeError
+from kernelgen.errors import DtypeError, SettingsError, ShapeError
 from kernelgen.guard import ORDINARY, check_backend, check_flags, check_required, needs_torch, operator, record, through_torch, watched
 from kernelgen.lasting import capturing, lasting
 from kernelgen.library.written import wrote
 from kernelgen.moe_tensors import MoeTensors
 from kernelgen.ops.checks import (
+    check_apart,
     check_dim,
     check_last_contiguous,
     check_no_output_with_grad,
@@ -131,7 +132,7 @@ def _prepared(sample: MoeTensors, run: Any, *scales: Scale | None) -> Callable[[
             out = t.x.new_empty(shape)
         else:
             out = t.out
-            _check_apart(t.x, out)
+            check_apart("out", out, x=t.x)
             wrote(out)
         run(t._replace(
             out=out, table=t.expert_map.to(torch.int32).contiguous() if table else None, first=first,
@@ -222,7 +223,7 @@ def describe_moe(
         out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
     else:
         check_output("out", out, (tokens, hidden), x.dtype, x.device)
-        _check_apart(x, out)
+        check_apart("out", out, x=x)
     forms = [_form(w) for w in (w13, w2) if isinstance(w, PackedWeight)]
     problem = MoeProblem(
         tokens=tokens, hidden=hidden, intermediate=wide // halves, experts=experts, k=k, x_dtype=dtype_name(x.dtype),
@@ -260,15 +261,6 @@ def _may_keep(scale: Scale | None, device: torch.device) -> bool:
 def _kept(scale: float, device: torch.device) -> torch.Tensor:
     """A plain number as a tensor of a prepared call."""
     return lasting(torch.tensor(scale, dtype=torch.float32, device="cpu"), device, "moe's scale")
-
-
-def _check_apart(x: torch.Tensor, out: torch.Tensor) -> None:
-    """x is read after the first kernels have written to out where it lies in the same memory."""
-    if x.device.type == "meta" or not x.numel() or watched():
-        return
-    spans = [(t.data_ptr(), t.data_ptr() + ((t.shape[0] - 1) * t.stride(0) + t.shape[1]) * t.element_size()) for t in (x, out)]
-    if spans[0][0] < spans[1][1] and spans[1][0] < spans[0][1]:
-        raise LayoutError("out: got memory that x lies in, expected memory of its own: a shared expert, and the caller, still need x")
 
 
 def _tensor_or_none(scale: Scale | None) -> torch.Tensor | None:
