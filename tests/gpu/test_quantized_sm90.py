@@ -106,7 +106,8 @@ def test_groups(grouping: str, recipe: str) -> None:
         spare = -sum(sizes) % 16 or 16 if grouping == "k" else 3
         for product in (Product(72, 272, 304, "bf16"), Product(72, 512, 304, scales="row" if grouping == "k" else "block_128x128",
                                                                activation="swiglu", bias="bf16")):
-            wide = Config(1, 2, 256, 4, parts=4 if product.scales else 1)
+            # Beside scales and a bias four stages of 128 x 256 exceed an SM's shared memory.
+            wide = Config(1, 2, 256, 3, parts=4) if product.scales else Config(1, 2, 256, 4)
             case = Grouped(grouping, sizes, replace(product, out="e4m3", out_scale=recipe), spare=spare)
             for config in (wide, *([] if product.activation else [Config(1, 2, 128, 5)])):
                 run_grouped(case, grouped_sm90.FAMILY, target_of("cuda"), build.kernel, config, "cuda")
