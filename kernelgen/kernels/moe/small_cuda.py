@@ -119,8 +119,9 @@ def _rings(p: MoeProblem, config: Config) -> tuple[int, int]:
     c, (first, second) = config, _recipes(p)
     work = c.up_warps * c.up_rows * c.tokens
     sums = 4 * work * max(1, min(8, _SUM_FLOATS // work))
-    return (c.up_warps * c.up_stages * _stage(p, c, c.up_rows, first, p.gated, c.up_held) + sums,
-            c.down_warps * c.down_stages * _stage(p, c, c.down_rows, second, False, c.down_held))
+    floats = 1024 if p.packed else 0  # SmallStream::kFloatBytes
+    return (c.up_warps * (c.up_stages * _stage(p, c, c.up_rows, first, p.gated, c.up_held) + floats) + sums,
+            c.down_warps * (c.down_stages * _stage(p, c, c.down_rows, second, False, c.down_held) + floats))
 
 
 def shared_memory(problem: MoeProblem, config: Config) -> tuple[int, int]:
@@ -287,7 +288,8 @@ def spec(problem: MoeProblem, target: Target, config: Config) -> KernelSpec:
         scale13=recipes[0] not in ("", _BLOCKS), scale2=recipes[1] not in ("", _BLOCKS), bias13=p.bias13, bias2=p.bias2,
         tokens=c.tokens, up_rows=c.up_rows, up_warps=c.up_warps, up_stages=c.up_stages, down_rows=c.down_rows, down_warps=c.down_warps,
         down_split=c.down_split, down_stages=c.down_stages, up_held=c.up_held, down_held=c.down_held,
-        up_bytes=rings[0], down_bytes=rings[1])
+        up_bytes=rings[0], down_bytes=rings[1],
+        up_resident=c.up_blocks if p.packed else 1)  # with more registers than leave room for all blocks of an SM
     return KernelSpec.make(
         "_".join(["moe_small_cuda", *names, *str(c).split()]), "moe/small_cuda.cu.jinja", "nvrtc", parameters, params=PARAMS,
         params_type="kernelgen::MoeSmallParams", entries=(UP, DOWN), target=target)

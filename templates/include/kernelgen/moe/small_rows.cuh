@@ -27,6 +27,7 @@ struct SmallRows {
 
   uint32_t pieces;  // of the first part of K; behind them all are the factors of sums, [row][part]
   int rows, steps;
+  int first_step;   // of a row, this warp's
   int depth;        // elements of a row
 
   __device__ uint32_t address(int part, int piece, int row, int place) const {
@@ -46,7 +47,7 @@ struct SmallRows {
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
         const int at = from + n * kWarpSize, mine = at / quads;
-        const int k = element(part, from_step, at - mine * quads);
+        const int k = element(from_step, at - mine * quads);
         words[n] = make_uint4(0, 0, 0, 0);
         if (at < total && k < depth) words[n] = load_routing(reinterpret_cast<const uint4*>(source(first + mine * stride) + k));
       }
@@ -66,9 +67,9 @@ struct SmallRows {
 
  private:
   // Of a quad's lane `quad` % 4 in piece `quad` / 4.
-  __device__ static int element(int part, int from_step, int quad) {
+  __device__ int element(int from_step, int quad) const {
     const int piece = quad / 4, place = quad % 4, chunk = piece % kChunksOfX, half = piece / kChunksOfX % kHalves;
-    const int first = ((from_step + piece / kPerStep) * kSplit + part) * kStepDepth + half * 4 * kPerChunk;
+    const int first = (first_step + (from_step + piece / kPerStep) * (kFourBit ? 1 : kSplit)) * kStepDepth + half * 4 * kPerChunk;
     return first + (kFourBit ? chunk * 32 + place * 8 : place * kPerChunk + chunk * 8);
   }
 

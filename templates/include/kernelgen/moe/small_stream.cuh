@@ -52,14 +52,19 @@ struct SmallStream : Options {
   static constexpr int kStepDepth = kHalves * Weights::kDepth;  // elements
   static constexpr int kTokenBytes = kTokens * 64;              // of a chunk of 8 elements of each lane
   static constexpr int kXAt = kEights * 1024, kStageBytes = kXAt + (kHeld ? 0 : kHalves * Weights::kChunksOfX * kTokenBytes);
-  // A row's scales of 32 in a step are 8 bytes of any alignment: the words that hold them, dealt to the lanes.
+  // A row's scales of 32 in a step are 8 bytes of any alignment: the words that hold them, dealt to the lanes. A warp's steps are neighbours,
+  // so that those of the next one lie in the same sector.
   static constexpr bool kFourBit = Weights::kFourBit;
   static constexpr int kScaleWords = kFourBit ? 3 * kRows : 0, kScaleCopies = ceil_div(kScaleWords, kWarpSize);
-  static constexpr int kScaleStep = kStepDepth / 32;  // bytes
+  static constexpr int kScaleStep = kStepDepth / 32;  // of a row
+  static_assert(!kFourBit || kScaleStep == 2 * 4, "four in each half of a step");
+  static constexpr int kNext = kFourBit ? 1 : kSplit;  // from a warp's step to its next one
   // Scales lie behind the rings of all warps, so that stages begin at multiples of 64 bytes: a copy whose target lies otherwise to 32 bytes
   // than its source is half as many sectors again.
   static constexpr int kScaleBytes = round_up(4 * max_of(kScales, kScaleWords), 16);
-  static constexpr int kRingBytes = kWarps * kStages * (kStageBytes + kScaleBytes);
+  // The step's scales of 32 as floats: each row's are made by one lane for its quad.
+  static constexpr int kFloatBytes = kFourBit ? kScaleStep * 128 : 0;
+  static constexpr int kRingBytes = kWarps * (kStages * (kStageBytes + kScaleBytes) + kFloatBytes);
   static_assert(kStageBytes % 64 == 0, "see above");
   static_assert(kRows == 8 || kRows == 16 || kRows == 32 || (kRows == 24 && !kUp), "parts of an mma's rows");
   static_assert(kWarps % kSplit == 0, "teams of warps");
@@ -70,7 +75,7 @@ struct SmallStream : Options {
   const MoeSmallParams& p;
   const Routing& routing;
   Rows held;
-  uint32_t ring, scale_ring;  // this warp's
+  uint32_t ring, scale_ring, floats;  // this warp's
   int lane, group, place;  // row or token of a fragment, and which of its quad
   int part;                // of K
   int steps, bytes;        // of a row of weights
@@ -81,13 +86,17 @@ struct SmallStream : Options {
   // `rows`: where those that are held lie.
   __device__ SmallStream(const MoeSmallParams& p, const Routing& routing, uint32_t shared, uint32_t rows, int warp, int tiles)
       : p(p), routing(routing), ring(shared + warp * kStages * kStageBytes),
-        scale_ring(shared + kWarps * kStages * kStageBytes + warp * kStages * kScaleBytes), lane(lane_id()), group(lane / 4), place(lane % 4),
+        scale_ring(shared + kWarps * kStages * kStageBytes + warp * kStages * kScaleBytes),
+        floats(shared + kWarps * kStages * (kStageBytes + kScaleBytes) + warp * kFloatBytes), lane(lane_id()), group(lane / 4), place(lane % 4),
         part(warp % kSplit), tiles(tiles), units(*routing.units) {
     bytes = (kUp ? p.width : p.inner) / Weights::kPerChunk * 16;
     steps = ceil_div(bytes, kSplit * kStepBytes);
     passes = kUp ? 1 : p.down_passes, pass_steps = ceil_div(steps, passes);
-    held.pieces = rows, held.rows = kUp ? p.tokens : p.tokens * p.k, held.steps = pass_steps, held.depth = kUp ? p.width : p.inner;
+    held.pieces = rows, held.first_step = step_of(0), held.rows = kUp ? p.tokens : p.tokens * p.k, held.steps = pass_steps, held.depth = kUp ? p.width : p.inner;
   }
+
+  // Of all warps that share K, the step that is this one's `step`-th.
+  __device__ int step_of(int step) const { return kFourBit ? part * steps + step : step * kSplit + part; }
 
   // Row `i` of the eight rows `eight` of a tile whose first output is `output`.
   __device__ static int row_of(const MoeSmallParams& p, int output, int eight, int i) {
@@ -134,7 +143,7 @@ struct SmallStream : Options {
     const auto unit = unit_of(c.at);
     const int output = tile_of(c.at) * kOutputs;
     c.step = c.pass * pass_steps, c.end = min(c.step + pass_steps, steps);
-    const int before = c.step * kSplit + part;  // steps of all parts
+    const int before = step_of(c.step);
     const char* base = kUp ? p.w13 + unit.expert * p.w13_expert : p.w2 + unit.expert * p.w2_expert;
 #pragma unroll
     for (int side = 0; side < kSides; ++side) {
@@ -184,11 +193,11 @@ struct SmallStream : Options {
     if (c.at >= c.total) return;
     if (++c.step < c.end) {
 #pragma unroll
-      for (int side = 0; side < kSides; ++side) c.weights[side] += kSplit * kStepBytes;
+      for (int side = 0; side < kSides; ++side) c.weights[side] += kNext * kStepBytes;
 #pragma unroll
-      for (int t = 0; t < kColumns && !kHeld; ++t) c.x[t] += kSplit * kStepDepth;
+      for (int t = 0; t < kColumns && !kHeld; ++t) c.x[t] += kNext * kStepDepth;
 #pragma unroll
-      for (int i = 0; i < kScaleCopies; ++i) c.words[i] += kSplit * kScaleStep, c.left[i] -= kSplit * kScaleStep;
+      for (int i = 0; i < kScaleCopies; ++i) c.words[i] += kNext * kScaleStep, c.left[i] -= kNext * kScaleStep;
       return;
     }
     c.at += c.stride;
@@ -206,13 +215,13 @@ struct SmallStream : Options {
 
   // Whether half `half` of the step has x for this lane.
   __device__ bool exists(const Cursor& c, int half) const {
-    return (c.step * kSplit + part) * kStepBytes + half * 64 + place * 16 < bytes;
+    return step_of(c.step) * kStepBytes + half * 64 + place * 16 < bytes;
   }
 
   __device__ void copy_weights(const Cursor& c, int index) const {
     if (c.at >= c.total) return;
     const uint32_t stage = stage_at(index);
-    const bool valid = (c.step * kSplit + part) * kStepBytes + lane % 8 * 16 < bytes;
+    const bool valid = step_of(c.step) * kStepBytes + lane % 8 * 16 < bytes;
 #pragma unroll
     for (int i = 0; i < 2 * kEights; ++i) {  // rows behind the last output are zeros
       const int eight = i / 2, side = kSides == 1 ? 0 : kRows == 8 ? i : eight % 2;
@@ -221,9 +230,9 @@ struct SmallStream : Options {
       cp_async_16(stage + eight * 1024 + chunk_at(i % 2 * 4 + lane / 8, lane % 8), source, valid && further < c.outputs);
     }
     if constexpr (kBlocks) {
-      const int block = (c.step * kSplit + part) * kStepDepth / 128;
+      const int block = step_of(c.step) * kStepDepth / 128;
       if (lane < kScales) cp_async_4(scales_at(index) + 4 * lane, c.scales + block * (kUp ? p.scale13_block : p.scale2_block),
-                                     (c.step * kSplit + part) * kStepBytes < bytes);
+                                     step_of(c.step) * kStepBytes < bytes);
     }
 #pragma unroll
     for (int i = 0; i < kScaleCopies; ++i) {
@@ -293,53 +302,56 @@ struct SmallStream : Options {
     }
   }
 
-  // E8M0 scales of this lane's row of each eight: how they lie in their words, and whether one was NaN.
-  struct ScalesOf32 {
-    int skew[kEights];
-    uint32_t special[kEights];
-  };
+  // Where scale `i` of a step is as a float, of row `row` of each eight; those of four eights are neighbours.
+  __device__ uint32_t floats_at(int i, int row) const { return floats + i * 128 + row * 16; }
 
-  // A step's products with scales of 32; `left` of them are of this row, the others of nobody.
-  __device__ void multiply_scaled(Sums& sums, uint32_t from, uint32_t from_scales, const X& of_x, ScalesOf32& of_rows, int left) const {
-    uint32_t scales[2 * kTiles][kHalves] = {};
+  // A lane's row of E8M0 scales of a step as floats, in shared memory; `left` of them are of this row, the others of nobody. `skew`: how
+  // they lie in their words.
+  __device__ void widen_scales(uint32_t from, int skew, int left) const {
+    if (lane >= kRows) return;
+    uint32_t words[3];
 #pragma unroll
-    for (int i = 0; i < kEights; ++i) {
-      uint32_t words[3];
-#pragma unroll
-      for (int j = 0; j < 3; ++j) words[j] = load_word(from_scales + 12 * (8 * i + group) + 4 * j);
-#pragma unroll
-      for (int half = 0; half < kHalves; ++half) {
-        const uint64_t both = static_cast<uint64_t>(words[half + 1]) << 32 | words[half];
-        uint32_t four = static_cast<uint32_t>(both >> 8 * of_rows.skew[i]);
-        if (left < 4 * half + 4) four &= left <= 4 * half ? 0u : ~0u >> 8 * (4 * half + 4 - left);
-        of_rows.special[i] |= ((four & 0x7f7f7f7fu) + 0x01010101u) & four;
-        scales[i][half] = four;
-      }
-    }
+    for (int j = 0; j < 3; ++j) words[j] = load_word(from + 12 * lane + 4 * j);
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
-      uint32_t rows[2 * kTiles][4] = {}, x[kColumns][4][4];
+      const uint64_t both = static_cast<uint64_t>(words[half + 1]) << 32 | words[half];
+      uint32_t four = static_cast<uint32_t>(both >> 8 * skew);
+      if (left < 4 * half + 4) four &= left <= 4 * half ? 0u : ~0u >> 8 * (4 * half + 4 - left);
+      // Bytes of equal bits: 2^-127 is a subnormal, 255 a NaN, and both have the mantissa's first bit.
+      const uint32_t special = ~(((four ^ four >> 1) & 0x7f7f7f7fu) + 0x7f7f7f7fu) & 0x80808080u;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t mantissa = (i < 2 ? special << (15 - 8 * i) : special >> (8 * i - 15)) & 0x00400000u;
+        store_word(floats_at(4 * half + i, lane % 8) + lane / 8 * 4, masked_or(i == 3 ? four >> 1 : four << (23 - 8 * i), 0x7f800000u, mantissa));
+      }
+    }
+  }
+
+  // A step's products with scales of 32.
+  __device__ void multiply_scaled(Sums& sums, uint32_t from, const X& of_x) const {
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+      uint32_t rows[2 * kTiles][4] = {};
 #pragma unroll
       for (int i = 0; i < kEights; ++i) ldmatrix_x4(rows[i], from + i * 1024 + (chunk_at(lane % 8, lane / 8) ^ half * 64));
 #pragma unroll
-      for (int t = 0; t < kColumns; ++t) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) load_chunk(x[t][i], of_x.at[t] + (half * 4 + i) * of_x.next);
-      }
-#pragma unroll
       for (int i = 0; i < 4; ++i) {
+        uint32_t scales[4], x[kColumns][4];
+        load_chunk(scales, floats_at(4 * half + i, group));
+#pragma unroll
+        for (int t = 0; t < kColumns; ++t) load_chunk(x[t], of_x.at[t] + (half * 4 + i) * of_x.next);
 #pragma unroll
         for (int m = 0; m < kTiles; ++m) {
           uint32_t low[4], high[4];
           Weights::widen_four_bit(low, rows[2 * m][i]);
           Weights::widen_four_bit(high, rows[2 * m + 1][i]);
           const uint32_t first[4] = {low[0], high[0], low[1], high[1]}, second[4] = {low[2], high[2], low[3], high[3]};
-          const float scale[2] = {scale_of(scales[2 * m][half], i), scale_of(scales[2 * m + 1][half], i)};
+          const float scale[2] = {__uint_as_float(scales[2 * m]), __uint_as_float(scales[2 * m + 1])};
 #pragma unroll
           for (int t = 0; t < kColumns; ++t) {
             float block[4];
-            mma_m16n8k16_fresh<Operand>(block, first, x[t][i][0], x[t][i][1]);
-            mma_m16n8k16<Operand>(block, second, x[t][i][2], x[t][i][3]);
+            mma_m16n8k16_fresh<Operand>(block, first, x[t][0], x[t][1]);
+            mma_m16n8k16<Operand>(block, second, x[t][2], x[t][3]);
 #pragma unroll
             for (int j = 0; j < 4; ++j) sums[m][t][j] = fmaf(block[j], scale[j / 2], sums[m][t][j]);
           }
@@ -348,26 +360,10 @@ struct SmallStream : Options {
     }
   }
 
-  // 2^(e - 127) of byte `i`, that of e = 0 as well; NaN (255) is not told apart here.
-  __device__ static float scale_of(uint32_t four, int i) {
-    return __uint_as_float(max((i == 3 ? four >> 1 : four << (23 - 8 * i)) & 0x7f800000u, 0x00400000u));
-  }
-
-  // A NaN among a row's scales makes all of its sums NaN.
-  __device__ void spoil(Sums& sums, const ScalesOf32& of_rows) const {
-#pragma unroll
-    for (int i = 0; i < kEights; ++i) {
-      if ((of_rows.special[i] & 0x80808080u) == 0) continue;
-#pragma unroll
-      for (int j = 0; j < 2 * kColumns; ++j) sums[i / 2][j / 2][i % 2 * 2 + j % 2] = __uint_as_float(0x7fc00000u);
-    }
-  }
-
-  // `left`: scales of 32 from this step on.
-  __device__ void multiply(Sums& sums, int index, const X& of_x, ScalesOf32& of_rows, int left) const {
+  __device__ void multiply(Sums& sums, int index, const X& of_x) const {
     const uint32_t from = stage_at(index), from_scales = scales_at(index);
     if constexpr (kFourBit) {
-      multiply_scaled(sums, from, from_scales, of_x, of_rows, left);
+      multiply_scaled(sums, from, of_x);
     } else if constexpr (!kBlocks) {
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) multiply_half(sums, from, of_x, half, false);
@@ -406,12 +402,8 @@ struct SmallStream : Options {
   // One work's products, of this warp's part of K; `next` is what is copied meanwhile.
   __device__ void run(Sums& sums, Cursor& next, int at, int pass) {
     clear(sums);
-    ScalesOf32 of_rows = {};
-    if constexpr (kFourBit) {
-      const int expert = unit_of(at).expert, output = tile_of(at) * kOutputs;
-#pragma unroll
-      for (int i = 0; i < kEights; ++i) of_rows.skew[i] = skew_of(scales_of(expert, output, i, group));
-    }
+    int skew = 0;
+    if constexpr (kFourBit) skew = skew_of(scales_of(unit_of(at).expert, tile_of(at) * kOutputs, lane % kRows / 8, lane % 8));
     X of_x;
     const int token = (kTokens >= 8 ? group : group % kTokens) * 4 + place;
     of_x.next = kHeld ? held.piece_bytes() : kTokenBytes;
@@ -424,6 +416,8 @@ struct SmallStream : Options {
     for (int step = pass * pass_steps; step < min((pass + 1) * pass_steps, steps); ++step) {
       cp_async_wait<kStages - 2>();
       __syncwarp();  // every lane's copies have landed, and all have read the stage that is filled now
+      const int from = step_of(step) * kStepBytes;
+      if constexpr (kFourBit) widen_scales(scales_at(stage), skew, (bytes - from) / 16);
       const int target = stage == 0 ? kStages - 1 : stage - 1;
       copy_weights(next, target);
       copy_x(next, target);
@@ -431,13 +425,12 @@ struct SmallStream : Options {
       advance(next);
 #pragma unroll
       for (int t = 0; t < kColumns && !kHeld; ++t) of_x.at[t] = stage_at(stage) + kXAt + t * 512 + token * 16;
-      const int from = (step * kSplit + part) * kStepBytes;
-      if (from < bytes) multiply(sums, stage, of_x, of_rows, (bytes - from) / 16);
+      if constexpr (kFourBit) __syncwarp();  // scales are there as floats
+      if (from < bytes) multiply(sums, stage, of_x);
 #pragma unroll
       for (int t = 0; t < kColumns && kHeld; ++t) of_x.at[t] += Rows::kPerStep * of_x.next;
       stage = stage + 1 == kStages ? 0 : stage + 1;
     }
-    if constexpr (kFourBit) spoil(sums, of_rows);
     if constexpr (Rows::kConverted) unscale(sums, unit_of(at));
   }
 };
