@@ -104,14 +104,23 @@ def _held(p: MoeProblem, width: int, split: int, rows: int, passes: int = 1) -> 
     """Bytes of rows that stay in shared memory, and of their factors (small_rows.cuh)."""
     steps = -(-_row_bytes(p, width) // (split * _STEP))
     steps = -(-steps // passes)
-    return rows * split * (steps * 16 * _per_chunk(p) + 4)
+    return -(-rows * split * (steps * 16 * _per_chunk(p) + 4) // 16) * 16
 
 
 def _stage(p: MoeProblem, config: Config, rows: int, recipe: str, gated: bool, held: bool) -> int:
     """SmallStream::kStageBytes and kScaleBytes of the header."""
     scales = 0 if recipe != _BLOCKS else max(2, rows // 8) if gated else rows // 8
-    words = 3 * rows if p.packed else scales
-    return rows * _STEP + (0 if held else config.tokens * _STEP * _per_chunk(p) // 8) + -(-4 * words // 16) * 16
+    return rows * _STEP + (0 if held else config.tokens * _STEP * _per_chunk(p) // 8) + -(-4 * scales // 16) * 16
+
+
+def _scales_of_32(p: MoeProblem, width: int, warps: int, split: int, stages: int, rows: int, passes: int = 1) -> int:
+    """Bytes behind the rows that are held: scales of the works on their way, SmallStream::rows_of_scales."""
+    if not p.packed:
+        return 0
+    steps = -(-_row_bytes(p, width) // (split * _STEP))
+    steps = -(-steps // passes)
+    pitch = ((8 * steps + 30) // 16 | 1) * 16
+    return warps * (-(-stages // steps) + 1) * rows * pitch
 
 
 def _rings(p: MoeProblem, config: Config) -> tuple[int, int]:
@@ -130,6 +139,8 @@ def shared_memory(problem: MoeProblem, config: Config) -> tuple[int, int]:
     routing = -(-4 * (p.experts + 5 * p.slots + 1) // 16) * 16  # SmallRouting::bytes
     up, down = _rings(p, c)
     down += 4 * c.down_split * p.slots * c.down_rows
+    up += _scales_of_32(p, p.hidden, c.up_warps, c.up_warps, c.up_stages, c.up_rows)
+    down += _scales_of_32(p, p.intermediate, c.down_warps, c.down_split, c.down_stages, c.down_rows, c.down_passes)
     return (up + routing + (_held(p, p.hidden, c.up_warps, p.tokens) if c.up_held else 0),
             down + routing + (_held(p, p.intermediate, c.down_split, p.slots, c.down_passes) if c.down_held else 0))
 

@@ -34,6 +34,7 @@ struct SmallRows {
     return pieces + (((part * steps * kPerStep + piece) * rows + row) * 4 + place) * 16;
   }
   __device__ int piece_bytes() const { return rows * 64; }
+  __device__ int bytes() const { return round_up(kSplit * rows * (steps * kPerStep * 64 + 4), 16); }
   __device__ uint32_t factor_at(int row, int part) const { return address(kSplit, 0, 0, 0) + (row * kSplit + part) * 4; }
 
   // One warp's part of rows first, first + stride, ..., from step `from_step` on. `source(row)` is the row's first element.

@@ -52,16 +52,15 @@ struct SmallStream : Options {
   static constexpr int kStepDepth = kHalves * Weights::kDepth;  // elements
   static constexpr int kTokenBytes = kTokens * 64;              // of a chunk of 8 elements of each lane
   static constexpr int kXAt = kEights * 1024, kStageBytes = kXAt + (kHeld ? 0 : kHalves * Weights::kChunksOfX * kTokenBytes);
-  // A row's scales of 32 in a step are 8 bytes of any alignment: the words that hold them, dealt to the lanes. A warp's steps are neighbours,
-  // so that those of the next one lie in the same sector.
+  // Scales of 32 come work by work: a warp's steps are neighbours, so that its part of a row of scales is a few neighbouring bytes, which one
+  // lane copies. Step by step they were a third of all that was asked for.
   static constexpr bool kFourBit = Weights::kFourBit;
-  static constexpr int kScaleWords = kFourBit ? 3 * kRows : 0, kScaleCopies = ceil_div(kScaleWords, kWarpSize);
   static constexpr int kScaleStep = kStepDepth / 32;  // of a row
   static_assert(!kFourBit || kScaleStep == 2 * 4, "four in each half of a step");
   static constexpr int kNext = kFourBit ? 1 : kSplit;  // from a warp's step to its next one
   // Scales lie behind the rings of all warps, so that stages begin at multiples of 64 bytes: a copy whose target lies otherwise to 32 bytes
   // than its source is half as many sectors again.
-  static constexpr int kScaleBytes = round_up(4 * max_of(kScales, kScaleWords), 16);
+  static constexpr int kScaleBytes = round_up(4 * kScales, 16);
   // The step's scales of 32 as floats: each row's are made by one lane for its quad.
   static constexpr int kFloatBytes = kFourBit ? kScaleStep * 128 : 0;
   static constexpr int kRingBytes = kWarps * (kStages * (kStageBytes + kScaleBytes) + kFloatBytes);
@@ -75,13 +74,14 @@ struct SmallStream : Options {
   const MoeSmallParams& p;
   const Routing& routing;
   Rows held;
-  uint32_t ring, scale_ring, floats;  // this warp's
+  uint32_t ring, scale_ring, floats, rows_of_scales;  // this warp's
+  int scale_pitch, scale_slots;  // bytes of a row of scales of 32; works whose scales are there or on their way
   int lane, group, place;  // row or token of a fragment, and which of its quad
   int part;                // of K
   int steps, bytes;        // of a row of weights
   int pass_steps, passes;  // K in passes: down goes over all units with the hidden rows of one, then of the next
   int tiles, units;        // of outputs, of the routing
-  int stage = 0;           // that is multiplied next
+  int stage = 0, slot = 0;  // that are multiplied next
 
   // `rows`: where those that are held lie.
   __device__ SmallStream(const MoeSmallParams& p, const Routing& routing, uint32_t shared, uint32_t rows, int warp, int tiles)
@@ -92,8 +92,13 @@ struct SmallStream : Options {
     bytes = (kUp ? p.width : p.inner) / Weights::kPerChunk * 16;
     steps = ceil_div(bytes, kSplit * kStepBytes);
     passes = kUp ? 1 : p.down_passes, pass_steps = ceil_div(steps, passes);
+    scale_pitch = pitch_of_scales(pass_steps), scale_slots = ceil_div(kStages, pass_steps) + 1;
     held.pieces = rows, held.first_step = step_of(0), held.rows = kUp ? p.tokens : p.tokens * p.k, held.steps = pass_steps, held.depth = kUp ? p.width : p.inner;
+    rows_of_scales = rows + held.bytes() + warp * scale_slots * kRows * scale_pitch;
   }
+
+  // Of those of `steps` steps and the bytes before them in the first 16: an odd number of these, as rows are read by neighbouring lanes.
+  __device__ static int pitch_of_scales(int steps) { return (((kScaleStep * steps + 30) / 16) | 1) * 16; }
 
   // Of all warps that share K, the step that is this one's `step`-th.
   __device__ int step_of(int step) const { return kFourBit ? part * steps + step : step * kSplit + part; }
@@ -124,8 +129,7 @@ struct SmallStream : Options {
     int outputs;                  // from this lane's to the end
     const T* x[kColumns];
     const float* scales;
-    const char* words[max_of(1, kScaleCopies)];
-    int left[max_of(1, kScaleCopies)];  // bytes from a word's first to the end of its row
+    int slot = 0;  // of the next work's scales of 32
   };
 
   __device__ Cursor begin(int at, int stride, int total) const {
@@ -139,6 +143,7 @@ struct SmallStream : Options {
   __device__ int tile_of(int at) const { return kUp ? at / units : static_cast<int>(blockIdx.x); }
   __device__ typename Routing::Unit unit_of(int at) const { return routing.unit(kUp ? at % units : at); }
 
+  // The next work. Its scales of 32 are copied at once.
   __device__ void aim(Cursor& c) const {
     const auto unit = unit_of(c.at);
     const int output = tile_of(c.at) * kOutputs;
@@ -163,14 +168,15 @@ struct SmallStream : Options {
       c.scales = scale + unit.expert * (kUp ? p.scale13_expert : p.scale2_expert) + row / 128 * (kUp ? p.scale13_row : p.scale2_row);
     }
     if constexpr (kFourBit) {
-#pragma unroll
-      for (int i = 0; i < kScaleCopies; ++i) {
-        const int entry = min(lane + i * kWarpSize, kScaleWords - 1), row = entry / 3;
-        const char* first = scales_of(unit.expert, output, row / 8, row % 8);
-        const int offset = before * kScaleStep + entry % 3 * 4 - skew_of(first);
-        c.words[i] = first + offset;
-        c.left[i] = (kUp ? p.width : p.inner) / 32 - offset;
+      if (lane < kRows) {
+        const char *row = scales_of(unit.expert, output, lane / 8, lane % 8), *first = row + before * kScaleStep;
+        const char* from = first - skew_of(first);
+        const int end = static_cast<int>(row - from) + (kUp ? p.width : p.inner) / 32;
+        const uint32_t target = rows_of_scales + (c.slot * kRows + lane) * scale_pitch;
+#pragma unroll 1
+        for (int at = 0; at < scale_pitch; at += 16) copy_prefix<16>(target + at, from + at, max(0, min(16, end - at)));
       }
+      c.slot = c.slot + 1 == scale_slots ? 0 : c.slot + 1;
     }
   }
 
@@ -186,8 +192,8 @@ struct SmallStream : Options {
     const auto* scale = static_cast<const char*>(kUp ? p.scale13 : p.scale2);
     return scale + expert * (kUp ? p.scale13_expert : p.scale2_expert) + row * (kUp ? p.scale13_row : p.scale2_row);
   }
-  // Bytes from the beginning of a word.
-  __device__ static int skew_of(const char* address) { return static_cast<int>(reinterpret_cast<uint64_t>(address) & 3); }
+  // Bytes from the beginning of 16.
+  __device__ static int skew_of(const char* address) { return static_cast<int>(reinterpret_cast<uint64_t>(address) & 15); }
 
   __device__ void advance(Cursor& c) const {
     if (c.at >= c.total) return;
@@ -196,8 +202,6 @@ struct SmallStream : Options {
       for (int side = 0; side < kSides; ++side) c.weights[side] += kNext * kStepBytes;
 #pragma unroll
       for (int t = 0; t < kColumns && !kHeld; ++t) c.x[t] += kNext * kStepDepth;
-#pragma unroll
-      for (int i = 0; i < kScaleCopies; ++i) c.words[i] += kNext * kScaleStep, c.left[i] -= kNext * kScaleStep;
       return;
     }
     c.at += c.stride;
@@ -233,11 +237,6 @@ struct SmallStream : Options {
       const int block = step_of(c.step) * kStepDepth / 128;
       if (lane < kScales) cp_async_4(scales_at(index) + 4 * lane, c.scales + block * (kUp ? p.scale13_block : p.scale2_block),
                                      step_of(c.step) * kStepBytes < bytes);
-    }
-#pragma unroll
-    for (int i = 0; i < kScaleCopies; ++i) {
-      const int entry = lane + i * kWarpSize;
-      if (entry < kScaleWords) cp_async_4(scales_at(index) + 4 * entry, c.words[i], c.left[i] > 0);
     }
   }
 
@@ -305,18 +304,15 @@ struct SmallStream : Options {
   // Where scale `i` of a step is as a float, of row `row` of each eight; those of four eights are neighbours.
   __device__ uint32_t floats_at(int i, int row) const { return floats + i * 128 + row * 16; }
 
-  // A lane's row of E8M0 scales of a step as floats, in shared memory; `left` of them are of this row, the others of nobody. `skew`: how
-  // they lie in their words.
-  __device__ void widen_scales(uint32_t from, int skew, int left) const {
+  // A step's E8M0 scales of a lane's row, from byte `from` of shared memory on, become floats there; behind the row's end they are 0.
+  __device__ void widen_scales(uint32_t from) const {
     if (lane >= kRows) return;
     uint32_t words[3];
 #pragma unroll
-    for (int j = 0; j < 3; ++j) words[j] = load_word(from + 12 * lane + 4 * j);
+    for (int j = 0; j < 3; ++j) words[j] = load_word((from & ~3u) + 4 * j);
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
-      const uint64_t both = static_cast<uint64_t>(words[half + 1]) << 32 | words[half];
-      uint32_t four = static_cast<uint32_t>(both >> 8 * skew);
-      if (left < 4 * half + 4) four &= left <= 4 * half ? 0u : ~0u >> 8 * (4 * half + 4 - left);
+      const uint32_t four = static_cast<uint32_t>((static_cast<uint64_t>(words[half + 1]) << 32 | words[half]) >> 8 * (from & 3));
       // Bytes of equal bits: 2^-127 is a subnormal, 255 a NaN, and both have the mantissa's first bit.
       const uint32_t special = ~(((four ^ four >> 1) & 0x7f7f7f7fu) + 0x7f7f7f7fu) & 0x80808080u;
 #pragma unroll
@@ -402,8 +398,12 @@ struct SmallStream : Options {
   // One work's products, of this warp's part of K; `next` is what is copied meanwhile.
   __device__ void run(Sums& sums, Cursor& next, int at, int pass) {
     clear(sums);
-    int skew = 0;
-    if constexpr (kFourBit) skew = skew_of(scales_of(unit_of(at).expert, tile_of(at) * kOutputs, lane % kRows / 8, lane % 8));
+    uint32_t scales = 0;
+    if constexpr (kFourBit) {
+      const char* row = scales_of(unit_of(at).expert, tile_of(at) * kOutputs, lane % kRows / 8, lane % 8);
+      scales = rows_of_scales + (slot * kRows + lane) * scale_pitch + skew_of(row + step_of(pass * pass_steps) * kScaleStep);
+      slot = slot + 1 == scale_slots ? 0 : slot + 1;
+    }
     X of_x;
     const int token = (kTokens >= 8 ? group : group % kTokens) * 4 + place;
     of_x.next = kHeld ? held.piece_bytes() : kTokenBytes;
@@ -417,7 +417,7 @@ struct SmallStream : Options {
       cp_async_wait<kStages - 2>();
       __syncwarp();  // every lane's copies have landed, and all have read the stage that is filled now
       const int from = step_of(step) * kStepBytes;
-      if constexpr (kFourBit) widen_scales(scales_at(stage), skew, (bytes - from) / 16);
+      if constexpr (kFourBit) widen_scales(scales), scales += kScaleStep;
       const int target = stage == 0 ? kStages - 1 : stage - 1;
       copy_weights(next, target);
       copy_x(next, target);
