@@ -57,7 +57,7 @@ class Config:
 
     tokens       of an expert that are multiplied at a time
     rows         of weights that a warp has at a time: 8, 16 or 32 (down: 24, too); of a gated activation half as many outputs
-    warps        of a block; those of up share K, of down ``down_split`` of them do
+    warps        of a block, in teams that share K: ``down_split`` of down's, ``up_split`` of up's (0: all of them)
     stages       of a warp's ring, of 128 bytes of each row
     up_blocks    per SM
     up_held      rows of x of all tokens stay in shared memory; down_held: hidden rows of all slots do. fp8 weights are then widened to
@@ -77,10 +77,16 @@ class Config:
     up_held: bool = False
     down_held: bool = False
     down_passes: int = 1
+    up_split: int = 0
+
+    @property
+    def up_team(self) -> int:
+        return self.up_split or self.up_warps
 
     def __str__(self) -> str:
         c = self
-        return (f"t{c.tokens} up{c.up_rows} w{c.up_warps} s{c.up_stages} b{c.up_blocks}" + " held" * c.up_held +
+        return (f"t{c.tokens} up{c.up_rows} w{c.up_warps}" + f" k{c.up_split}" * (c.up_split > 0) +
+                f" s{c.up_stages} b{c.up_blocks}" + " held" * c.up_held +
                 f" down{c.down_rows} w{c.down_warps} k{c.down_split} s{c.down_stages}" + " held" * c.down_held
                 + f" p{c.down_passes}" * (c.down_passes > 1))
 
@@ -139,9 +145,9 @@ def shared_memory(problem: MoeProblem, config: Config) -> tuple[int, int]:
     routing = -(-4 * (p.experts + 5 * p.slots + 1) // 16) * 16  # SmallRouting::bytes
     up, down = _rings(p, c)
     down += 4 * c.down_split * p.slots * c.down_rows
-    up += _scales_of_32(p, p.hidden, c.up_warps, c.up_warps, c.up_stages, c.up_rows)
+    up += _scales_of_32(p, p.hidden, c.up_warps, c.up_team, c.up_stages, c.up_rows)
     down += _scales_of_32(p, p.intermediate, c.down_warps, c.down_split, c.down_stages, c.down_rows, c.down_passes)
-    return (up + routing + (_held(p, p.hidden, c.up_warps, p.tokens) if c.up_held else 0),
+    return (up + routing + (_held(p, p.hidden, c.up_team, p.tokens) if c.up_held else 0),
             down + routing + (_held(p, p.intermediate, c.down_split, p.slots, c.down_passes) if c.down_held else 0))
 
 
@@ -174,7 +180,7 @@ def legal(problem: MoeProblem, target: Target, config: Config) -> Verdict:
     return first_no(
         (c.tokens in _TOKENS and c.up_rows in _ROWS and c.down_rows in _DOWN_ROWS,
          f"config {c}: tokens of {_TOKENS}, rows of {_ROWS} and {_DOWN_ROWS}"),
-        (c.up_warps in _WARPS and c.down_warps in _WARPS and c.down_warps % c.down_split == 0,
+        (c.up_warps in _WARPS and c.down_warps in _WARPS and c.down_warps % c.down_split == 0 and c.up_warps % c.up_team == 0,
          f"config {c}: warps of {_WARPS}, and whole teams of them"),
         (c.down_passes == 1 or (c.down_held and c.down_passes > 1), f"config {c}: passes over rows that are held"),
         (min(c.up_stages, c.down_stages) >= 2 and c.up_blocks >= 1, f"config {c}: rings of two stages or more, at least one block"),
@@ -297,8 +303,8 @@ def spec(problem: MoeProblem, target: Target, config: Config) -> KernelSpec:
         bias2_type=DTYPES[p.bias2_dtype or p.x_dtype].cuda, map=MAPS[p.expert_map], gate=gate, activation=activation,
         clamped=p.limit and p.gated, on_input=p.weights_on_input, blocks13=recipes[0] == _BLOCKS, blocks2=recipes[1] == _BLOCKS,
         scale13=recipes[0] not in ("", _BLOCKS), scale2=recipes[1] not in ("", _BLOCKS), bias13=p.bias13, bias2=p.bias2,
-        tokens=c.tokens, up_rows=c.up_rows, up_warps=c.up_warps, up_stages=c.up_stages, down_rows=c.down_rows, down_warps=c.down_warps,
-        down_split=c.down_split, down_stages=c.down_stages, up_held=c.up_held, down_held=c.down_held,
+        tokens=c.tokens, up_rows=c.up_rows, up_warps=c.up_warps, up_split=c.up_team, up_stages=c.up_stages, down_rows=c.down_rows,
+        down_warps=c.down_warps, down_split=c.down_split, down_stages=c.down_stages, up_held=c.up_held, down_held=c.down_held,
         up_bytes=rings[0], down_bytes=rings[1],
         up_resident=c.up_blocks if p.packed else 1)  # with more registers than leave room for all blocks of an SM
     return KernelSpec.make(
@@ -347,7 +353,8 @@ def bind(problem: MoeProblem, config: Config, kernel: Any, tensors: MoeTensors) 
     works = min(p.slots, p.experts * -(-p.slots // c.tokens)) * -(-p.intermediate // (c.up_rows // 2 if p.gated else c.up_rows))
     # Both with as much shared memory as there is: only then blocks of down fill their rings while those of up run.
     options: dict[str, Any] = dict(programmatic=dependent(device), carveout=100)
-    up = kernel.prepare(device.index or 0, grid=(min(works, sms * c.up_blocks), 1, 1), block=(32 * c.up_warps, 1, 1),
+    blocks = min(-(-works // (c.up_warps // c.up_team)), sms * c.up_blocks)
+    up = kernel.prepare(device.index or 0, grid=(blocks, 1, 1), block=(32 * c.up_warps, 1, 1),
                         shared_memory=up_bytes, **options)
     down = kernel.entry(DOWN, PARAMS).prepare(device.index or 0, grid=(-(-p.hidden // c.down_rows), 1, 1), block=(32 * c.down_warps, 1, 1),
                                               shared_memory=down_bytes, **options)

@@ -24,7 +24,7 @@ namespace kernelgen {
 
 // `Options` is the rendered file's struct of compile-time constants: T (of x), Code (of w13, w2), Index, Weight, Bias13, Bias2; kMap,
 // kGate, kActivation, kClamped, kOnInput; kBlocks13, kBlocks2 (scales of 128 x 128), kScale13, kScale2 (of rows), kBias13, kBias2; kTokens;
-// kUpRows, kUpWarps, kUpStages, kUpHeld; kDownRows, kDownWarps, kDownSplit, kDownStages, kDownHeld (held: rows of x, or of hidden values, of
+// kUpRows, kUpWarps, kUpSplit, kUpStages, kUpHeld; kDownRows, kDownWarps, kDownSplit, kDownStages, kDownHeld (held: rows of x, or of hidden values, of
 // all tokens stay in shared memory).
 template <class Options, bool kUp>
 struct SmallStream : Options {
@@ -38,7 +38,7 @@ struct SmallStream : Options {
   static constexpr int kRows = kUp ? Options::kUpRows : Options::kDownRows;
   static constexpr int kWarps = kUp ? Options::kUpWarps : Options::kDownWarps;
   static constexpr int kStages = kUp ? Options::kUpStages : Options::kDownStages;
-  static constexpr int kSplit = kUp ? kWarps : Options::kDownSplit;  // warps that share K
+  static constexpr int kSplit = kUp ? Options::kUpSplit : Options::kDownSplit;  // warps of a team: they share K
   static constexpr bool kBlocks = kUp ? Options::kBlocks13 : Options::kBlocks2;
   static constexpr Gate kGate = kUp ? Options::kGate : Gate::kNone;
   static constexpr bool kGated = kGate != Gate::kNone;
@@ -67,6 +67,7 @@ struct SmallStream : Options {
   static_assert(kStageBytes % 64 == 0, "see above");
   static_assert(kRows == 8 || kRows == 16 || kRows == 32 || (kRows == 24 && !kUp), "parts of an mma's rows");
   static_assert(kWarps % kSplit == 0, "teams of warps");
+  static constexpr int kTeams = kWarps / kSplit;
 
   using Sums = float[kTiles][kColumns][4];
   using Rows = SmallRows<T, Operand, Weights::kPerChunk, kSplit>;
