@@ -82,6 +82,7 @@ struct SmallStream : Options {
   int steps, bytes;        // of a row of weights
   int pass_steps, passes;  // K in passes: down goes over all units with the hidden rows of one, then of the next
   int tiles, units;        // of outputs, of the routing
+  uint32_t inverse;        // of `units`, in 2^-32
   int stage = 0, slot = 0;  // that are multiplied next
 
   // `rows`: where those that are held lie.
@@ -94,6 +95,7 @@ struct SmallStream : Options {
     steps = ceil_div(bytes, kSplit * kStepBytes);
     passes = kUp ? 1 : p.down_passes, pass_steps = ceil_div(steps, passes);
     scale_pitch = pitch_of_scales(pass_steps), scale_slots = ceil_div(kStages, pass_steps) + 1;
+    inverse = ~0u / max(units, 1);
     held.pieces = rows, held.first_step = step_of(0), held.rows = kUp ? p.tokens : p.tokens * p.k, held.steps = pass_steps, held.depth = kUp ? p.width : p.inner;
     rows_of_scales = rows + held.bytes() + warp * scale_slots * kRows * scale_pitch;
   }
@@ -141,8 +143,12 @@ struct SmallStream : Options {
   }
 
   // Neighbours in time are units of the same tile: those of one expert meet in L2.
-  __device__ int tile_of(int at) const { return kUp ? at / units : static_cast<int>(blockIdx.x); }
-  __device__ typename Routing::Unit unit_of(int at) const { return routing.unit(kUp ? at % units : at); }
+  __device__ int tile_of(int at) const {
+    if constexpr (!kUp) return static_cast<int>(blockIdx.x);
+    const int tile = static_cast<int>(static_cast<uint64_t>(static_cast<uint32_t>(at)) * inverse >> 32);  // or one too few
+    return tile + (at - tile * units >= units);
+  }
+  __device__ typename Routing::Unit unit_of(int at) const { return routing.unit(kUp ? at - tile_of(at) * units : at); }
 
   // The next work. Its scales of 32 are copied at once.
   __device__ void aim(Cursor& c) const {
