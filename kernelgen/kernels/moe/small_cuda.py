@@ -48,6 +48,7 @@ _SUM_FLOATS = 4096       # kSumFloats of the header
 _LONG = 32               # steps: hidden rows of more are not held
 _MOST_HELD = 66 << 10    # bytes of hidden rows beside mxfp4; more are held in passes
 _HELD_TOKENS = 8         # up to which rows stay in shared memory
+_TEAMS = ((32, 12, 4), (32, 12, 3), (32, 12, 2), (32, 8, 4), (32, 8, 2), (32, 4, 4), (16, 4, 4))  # rows, warps, split of up, mxfp4
 _SMS = 132               # where a target does not say
 
 
@@ -210,19 +211,18 @@ def _whole(parts: float, places: int) -> float:
 _WORTH = {8: 0.7, 16: 0.93, 24: 0.97, 32: 1.0}
 
 
-def _ups(p: MoeProblem, sms: int) -> list[tuple[int, int, int, int]]:
-    """(rows, warps, stages, blocks) of up, best first."""
-    if p.packed:  # bound by instructions: 12 warps, whose shares of K are as even as can be
+def _ups(p: MoeProblem, sms: int) -> list[tuple[int, int, int, int, int]]:
+    """(rows, warps, stages, blocks, split) of up, best first."""
+    if p.packed:  # bound by instructions: 12 warps, in teams whose shares of K are as even as can be
         steps = -(-_row_bytes(p, p.hidden) // _STEP)
-        shapes = [(4, 3), (6, 2), (8, 1), (12, 1)]
-        return [(32, warps, 3, blocks) for warps, blocks in sorted(shapes, key=lambda s: -_whole(steps, s[0]))]
+        return [(rows, warps, 3, 1, split) for rows, warps, split in sorted(_TEAMS, key=lambda s: (-s[0], -s[1], -_whole(steps, s[2])))]
 
     def score(shape: tuple[int, int]) -> float:
         rows, blocks = shape
         works = _active(p) * -(-p.intermediate // (rows // 2 if p.gated else rows))
         return _whole(works, sms * blocks) * _WORTH[rows]
 
-    return [(rows, 8, max(3, min(16, 1 + round(_IN_FLIGHT / (blocks * 8 * rows * _STEP)))), blocks)
+    return [(rows, 8, max(3, min(16, 1 + round(_IN_FLIGHT / (blocks * 8 * rows * _STEP)))), blocks, 0)
             for rows, blocks in sorted(product((32, 16, 8), (1, 2)), key=score, reverse=True)]
 
 
@@ -279,9 +279,10 @@ def candidates(problem: MoeProblem, target: Target) -> Iterator[Config]:
     p, sms = problem, target.sm_count or _SMS
     most, shapes, holding = _tokens(p), list(product(_ups(p, sms), _downs(p, sms))), _holding(p)
     for tokens in (n for n in reversed(_TOKENS) if n <= most):
-        for (rows, warps, stages, blocks), (down_rows, down_warps, split) in shapes:
+        for (rows, warps, stages, blocks, up_split), (down_rows, down_warps, split) in shapes:
             for up, down, passes in holding:
-                c = _fitted(p, target, Config(tokens, rows, warps, stages, blocks, down_rows, down_warps, split, 4, up, down, passes), sms)
+                wanted = Config(tokens, rows, warps, stages, blocks, down_rows, down_warps, split, 4, up, down, passes, up_split)
+                c = _fitted(p, target, wanted, sms)
                 if c is not None:
                     yield c
                     break
