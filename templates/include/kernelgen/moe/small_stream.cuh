@@ -175,7 +175,7 @@ struct SmallStream : Options {
       c.scales = scale + unit.expert * (kUp ? p.scale13_expert : p.scale2_expert) + row / 128 * (kUp ? p.scale13_row : p.scale2_row);
     }
     if constexpr (kFourBit) {
-      if (lane < kRows) {
+      if (kRows == kWarpSize || lane < kRows) {
         const char *row = scales_of(unit.expert, output, lane / 8, lane % 8), *first = row + before * kScaleStep;
         const char* from = first - skew_of(first);
         const int end = static_cast<int>(row - from) + (kUp ? p.width : p.inner) / 32;
@@ -313,19 +313,23 @@ struct SmallStream : Options {
 
   // A step's E8M0 scales of a lane's row, from byte `from` of shared memory on, become floats there; behind the row's end they are 0.
   __device__ void widen_scales(uint32_t from) const {
-    if (lane >= kRows) return;
+    if (kRows < kWarpSize && lane >= kRows) return;
+    const uint32_t target = floats_at(0, lane % 8) + lane / 8 * 4;
     uint32_t words[3];
 #pragma unroll
     for (int j = 0; j < 3; ++j) words[j] = load_word((from & ~3u) + 4 * j);
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
       const uint32_t four = static_cast<uint32_t>((static_cast<uint64_t>(words[half + 1]) << 32 | words[half]) >> 8 * (from & 3));
-      // Bytes of equal bits: 2^-127 is a subnormal, 255 a NaN, and both have the mantissa's first bit.
+      // Bytes of equal bits: 2^-127, which is a subnormal, and 255, which means NaN.
       const uint32_t special = ~(((four ^ four >> 1) & 0x7f7f7f7fu) + 0x7f7f7f7fu) & 0x80808080u;
 #pragma unroll
+      for (int i = 0; i < 4; ++i) store_word(target + (4 * half + i) * 128, (i == 3 ? four >> 1 : four << (23 - 8 * i)) & 0x7f800000u);
+      if (special == 0) continue;
+#pragma unroll 1
       for (int i = 0; i < 4; ++i) {
-        const uint32_t mantissa = (i < 2 ? special << (15 - 8 * i) : special >> (8 * i - 15)) & 0x00400000u;
-        store_word(floats_at(4 * half + i, lane % 8) + lane / 8 * 4, masked_or(i == 3 ? four >> 1 : four << (23 - 8 * i), 0x7f800000u, mantissa));
+        const uint32_t code = four >> (8 * i) & 0xff;
+        if (code == 0 || code == 255) store_word(target + (4 * half + i) * 128, code == 0 ? 0x00400000u : 0x7fc00000u);
       }
     }
   }
