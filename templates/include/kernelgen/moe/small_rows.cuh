@@ -40,7 +40,7 @@ struct SmallRows {
   // One warp's part of rows first, first + stride, ..., from step `from_step` on. `source(row)` is the row's first element.
   template <class Source>
   __device__ void bring(const Source& source, int part, int from_step, int first, int stride) const {
-    constexpr int kAtOnce = kFourBit ? 16 : 8;  // on their way: nothing else is done meanwhile, pass by pass
+    constexpr int kAtOnce = kFourBit ? 16 : 4;  // on their way: nothing else is done meanwhile, pass by pass
     const int quads = steps * kPerStep * 4, total = ceil_div(max(rows - first, 0), stride) * quads;
 #pragma unroll 1
     for (int from = lane_id(); from < total; from += kAtOnce * kWarpSize) {
