@@ -63,7 +63,7 @@ class Config:
     up_blocks    per SM
     up_held      rows of x of all tokens stay in shared memory; down_held: hidden rows of all slots do. fp8 weights are then widened to
                  fp16, bf16 rows made so once
-    down_passes  hidden rows are held by parts of K, one after the other
+    down_passes  hidden rows are held by parts of K, one after the other; 0: each warp holds those of one unit after the other
     """
 
     tokens: int
@@ -89,7 +89,7 @@ class Config:
         return (f"t{c.tokens} up{c.up_rows} w{c.up_warps}" + f" k{c.up_split}" * (c.up_split > 0) +
                 f" s{c.up_stages} b{c.up_blocks}" + " held" * c.up_held +
                 f" down{c.down_rows} w{c.down_warps} k{c.down_split} s{c.down_stages}" + " held" * c.down_held
-                + f" p{c.down_passes}" * (c.down_passes > 1))
+                + f" p{c.down_passes}" * (c.down_passes != 1))
 
 
 def _recipes(p: MoeProblem) -> tuple[str, str]:
@@ -147,9 +147,11 @@ def shared_memory(problem: MoeProblem, config: Config) -> tuple[int, int]:
     up, down = _rings(p, c)
     down += 4 * c.down_split * p.slots * c.down_rows
     up += _scales_of_32(p, p.hidden, c.up_warps, c.up_team, c.up_stages, c.up_rows)
-    down += _scales_of_32(p, p.intermediate, c.down_warps, c.down_split, c.down_stages, c.down_rows, c.down_passes)
+    down += _scales_of_32(p, p.intermediate, c.down_warps, c.down_split, c.down_stages, c.down_rows, c.down_passes or 1)
+    held = (_held(p, p.intermediate, c.down_split, p.slots, c.down_passes) if c.down_passes else
+            c.down_warps * _held(p, p.intermediate, 1, c.tokens))
     return (up + routing + (_held(p, p.hidden, c.up_team, p.tokens) if c.up_held else 0),
-            down + routing + (_held(p, p.intermediate, c.down_split, p.slots, c.down_passes) if c.down_held else 0))
+            down + routing + (held if c.down_held else 0))
 
 
 def supports(problem: MoeProblem, target: Target) -> Verdict:
@@ -183,7 +185,8 @@ def legal(problem: MoeProblem, target: Target, config: Config) -> Verdict:
          f"config {c}: tokens of {_TOKENS}, rows of {_ROWS} and {_DOWN_ROWS}"),
         (c.up_warps in _WARPS and c.down_warps in _WARPS and c.down_warps % c.down_split == 0 and c.up_warps % c.up_team == 0,
          f"config {c}: warps of {_WARPS}, and whole teams of them"),
-        (c.down_passes == 1 or (c.down_held and c.down_passes > 1), f"config {c}: passes over rows that are held"),
+        (c.down_passes == 1 or (c.down_held and c.down_passes > 1) or (c.down_held and c.down_passes == 0 and c.down_split == 1),
+         f"config {c}: passes over rows that are held, or whole rows of a unit in each warp"),
         (min(c.up_stages, c.down_stages) >= 2 and c.up_blocks >= 1, f"config {c}: rings of two stages or more, at least one block"),
         (not problem.packed or (c.up_held and c.down_held), f"config {c}: mxfp4 experts beside rows that are held"),
         (up <= limit and down <= limit, f"config {c} needs {up} and {down} bytes of shared memory, {target} has {limit}"),
@@ -306,7 +309,7 @@ def spec(problem: MoeProblem, target: Target, config: Config) -> KernelSpec:
         scale13=recipes[0] not in ("", _BLOCKS), scale2=recipes[1] not in ("", _BLOCKS), bias13=p.bias13, bias2=p.bias2,
         tokens=c.tokens, up_rows=c.up_rows, up_warps=c.up_warps, up_split=c.up_team, up_stages=c.up_stages, down_rows=c.down_rows,
         down_warps=c.down_warps, down_split=c.down_split, down_stages=c.down_stages, up_held=c.up_held, down_held=c.down_held,
-        up_bytes=rings[0], down_bytes=rings[1],
+        down_of_unit=c.down_passes == 0, up_bytes=rings[0], down_bytes=rings[1],
         up_resident=c.up_blocks if p.packed else 1)  # with more registers than leave room for all blocks of an SM
     return KernelSpec.make(
         "_".join(["moe_small_cuda", *names, *str(c).split()]), "moe/small_cuda.cu.jinja", "nvrtc", parameters, params=PARAMS,

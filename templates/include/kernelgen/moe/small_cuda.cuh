@@ -114,7 +114,7 @@ struct MoeSmallUp : SmallStream<Options, true> {
     }
     if constexpr (Stream::kHeld) {
       const T* x = static_cast<const T*>(p.x);
-      this->held.bring([&](int row) { return x + row * p.x_row; }, this->part, 0, team, kTeams);
+      this->held.bring([&](int row) { return x + row * p.x_row; }, this->part, 0, team, kTeams, p.tokens);
       // This warp's part of x is there; of several teams each brought some rows.
       if constexpr (kTeams == 1) {
         __syncwarp();
@@ -235,14 +235,20 @@ struct MoeSmallDown : SmallStream<Options, false> {
     }
 #pragma unroll 1
     for (int pass = 0; pass < this->passes; ++pass) {
-      if constexpr (Stream::kHeld) {
-        const T* hidden = static_cast<const T*>(this->p.hidden);
-        const int64_t inner = this->p.inner;
+      const T* hidden = static_cast<const T*>(this->p.hidden);
+      const int64_t inner = this->p.inner;
+      if constexpr (Stream::kHeld && !Stream::kOfUnit) {
         if (pass > 0) __syncthreads();  // hidden rows of the pass before have been read
-        this->held.bring([&](int slot) { return hidden + slot * inner; }, this->part, pass * this->pass_steps, team, kTeams);
+        this->held.bring([&](int slot) { return hidden + slot * inner; }, this->part, pass * this->pass_steps, team, kTeams, this->held.rows);
         __syncthreads();  // those of this one are there
       }
       for (int at = team; at < this->units; at += kTeams) {
+        if constexpr (Stream::kOfUnit) {
+          const auto unit = this->unit_of(at);
+          __syncwarp();  // rows of the unit before have been read
+          this->held.bring([&](int row) { return hidden + this->slot_of(unit, row) * inner; }, 0, 0, 0, 1, unit.count);
+          __syncwarp();  // those of this one are there
+        }
         Sums sums;
         this->run(sums, next, at, pass);
         leave(sums, this->unit_of(at), results, pass > 0);

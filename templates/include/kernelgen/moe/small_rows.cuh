@@ -37,11 +37,11 @@ struct SmallRows {
   __device__ int bytes() const { return round_up(kSplit * rows * (steps * kPerStep * 64 + 4), 16); }
   __device__ uint32_t factor_at(int row, int part) const { return address(kSplit, 0, 0, 0) + (row * kSplit + part) * 4; }
 
-  // One warp's part of rows first, first + stride, ..., from step `from_step` on. `source(row)` is the row's first element.
+  // One warp's part of rows first, first + stride, ... below `end`, from step `from_step` on. `source(row)` is the row's first element.
   template <class Source>
-  __device__ void bring(const Source& source, int part, int from_step, int first, int stride) const {
+  __device__ void bring(const Source& source, int part, int from_step, int first, int stride, int end) const {
     constexpr int kAtOnce = kFourBit ? 16 : 4;  // on their way: nothing else is done meanwhile, pass by pass
-    const int quads = steps * kPerStep * 4, total = ceil_div(max(rows - first, 0), stride) * quads;
+    const int quads = steps * kPerStep * 4, total = ceil_div(max(end - first, 0), stride) * quads;
 #pragma unroll 1
     for (int from = lane_id(); from < total; from += kAtOnce * kWarpSize) {
       uint4 words[kAtOnce];
@@ -62,7 +62,7 @@ struct SmallRows {
     if constexpr (kConverted) {
       __syncwarp();  // rows are there
 #pragma unroll 1
-      for (int row = first; row < rows; row += stride) convert(part, row);
+      for (int row = first; row < end; row += stride) convert(part, row);
     }
   }
 

@@ -24,8 +24,8 @@ namespace kernelgen {
 
 // `Options` is the rendered file's struct of compile-time constants: T (of x), Code (of w13, w2), Index, Weight, Bias13, Bias2; kMap,
 // kGate, kActivation, kClamped, kOnInput; kBlocks13, kBlocks2 (scales of 128 x 128), kScale13, kScale2 (of rows), kBias13, kBias2; kTokens;
-// kUpRows, kUpWarps, kUpSplit, kUpStages, kUpHeld; kDownRows, kDownWarps, kDownSplit, kDownStages, kDownHeld (held: rows of x, or of hidden values, of
-// all tokens stay in shared memory).
+// kUpRows, kUpWarps, kUpSplit, kUpStages, kUpHeld; kDownRows, kDownWarps, kDownSplit, kDownStages, kDownHeld (held: rows of x, or of hidden
+// values, of all tokens stay in shared memory), kDownOfUnit.
 template <class Options, bool kUp>
 struct SmallStream : Options {
   using T = typename Options::T;
@@ -68,6 +68,9 @@ struct SmallStream : Options {
   static_assert(kRows == 8 || kRows == 16 || kRows == 32 || (kRows == 24 && !kUp), "parts of an mma's rows");
   static_assert(kWarps % kSplit == 0, "teams of warps");
   static constexpr int kTeams = kWarps / kSplit;
+  // Hidden rows of one unit at a time are held by each warp for itself, instead of all of them by the block.
+  static constexpr bool kOfUnit = !kUp && Options::kDownOfUnit;
+  static_assert(!kOfUnit || (kHeld && kSplit == 1), "a warp has whole rows");
 
   using Sums = float[kTiles][kColumns][4];
   using Rows = SmallRows<T, Operand, Weights::kPerChunk, kSplit>;
@@ -93,11 +96,12 @@ struct SmallStream : Options {
         part(warp % kSplit), tiles(tiles), units(*routing.units) {
     bytes = (kUp ? p.width : p.inner) / Weights::kPerChunk * 16;
     steps = ceil_div(bytes, kSplit * kStepBytes);
-    passes = kUp ? 1 : p.down_passes, pass_steps = ceil_div(steps, passes);
+    passes = kUp || kOfUnit ? 1 : p.down_passes, pass_steps = ceil_div(steps, passes);
     scale_pitch = pitch_of_scales(pass_steps), scale_slots = ceil_div(kStages, pass_steps) + 1;
     inverse = ~0u / max(units, 1);
-    held.pieces = rows, held.first_step = step_of(0), held.rows = kUp ? p.tokens : p.tokens * p.k, held.steps = pass_steps, held.depth = kUp ? p.width : p.inner;
-    rows_of_scales = rows + held.bytes() + warp * scale_slots * kRows * scale_pitch;
+    held.pieces = rows, held.first_step = step_of(0), held.rows = kOfUnit ? kTokens : kUp ? p.tokens : p.tokens * p.k, held.steps = pass_steps, held.depth = kUp ? p.width : p.inner;
+    if constexpr (kOfUnit) held.pieces += warp * held.bytes();
+    rows_of_scales = rows + (kOfUnit ? kWarps : 1) * held.bytes() + warp * scale_slots * kRows * scale_pitch;
   }
 
   // Of those of `steps` steps and the bytes before them in the first 16: an odd number of these, as rows are read by neighbouring lanes.
@@ -191,7 +195,11 @@ struct SmallStream : Options {
   __device__ int slot_of(const typename Routing::Unit& unit, int column) const {
     return routing.sorted[unit.first + min(column, unit.count - 1)];
   }
-  __device__ int held_row(int slot) const { return kUp ? slot / p.k : slot; }
+  __device__ int held_row(const typename Routing::Unit& unit, int column) const {
+    if constexpr (kOfUnit) return min(column, unit.count - 1);
+    const int slot = slot_of(unit, column);
+    return kUp ? slot / p.k : slot;
+  }
 
   // E8M0 scales of a row.
   __device__ const char* scales_of(int expert, int output, int eight, int i) const {
@@ -399,7 +407,7 @@ struct SmallStream : Options {
   __device__ void unscale(Sums& sums, const typename Routing::Unit& unit) const {
 #pragma unroll
     for (int i = 0; i < kColumns * 2; ++i) {
-      const int t = i / 2, j = i % 2, row = held_row(slot_of(unit, 8 * t + 2 * place + j));
+      const int t = i / 2, j = i % 2, row = held_row(unit, 8 * t + 2 * place + j);
       const float factor = __uint_as_float(load_word(held.factor_at(row, part)));
 #pragma unroll
       for (int m = 0; m < kTiles; ++m) sums[m][t][j] *= factor, sums[m][t][2 + j] *= factor;
@@ -421,7 +429,7 @@ struct SmallStream : Options {
     if constexpr (kHeld) {
       const auto unit = unit_of(at);
 #pragma unroll
-      for (int t = 0; t < kColumns; ++t) of_x.at[t] = held.address(part, 0, held_row(slot_of(unit, 8 * t + group)), place);
+      for (int t = 0; t < kColumns; ++t) of_x.at[t] = held.address(part, 0, held_row(unit, 8 * t + group), place);
     }
 #pragma unroll 1
     for (int step = pass * pass_steps; step < min((pass + 1) * pass_steps, steps); ++step) {
