@@ -48,7 +48,9 @@ _SUM_FLOATS = 4096       # kSumFloats of the header
 _LONG = 32               # steps: hidden rows of more are not held
 _MOST_HELD = 66 << 10    # bytes of hidden rows beside mxfp4; more are held in passes
 _HELD_TOKENS = 8         # up to which rows stay in shared memory
-_TEAMS = ((32, 12, 4), (32, 12, 3), (32, 12, 2), (32, 8, 4), (32, 8, 2), (32, 4, 4), (16, 4, 4))  # rows, warps, split of up, mxfp4
+# Rows, warps, split of up beside mxfp4: with one token what leaves room for a block of down beside it, otherwise as many warps as fit
+# (tools/bench/results/tried/h200_moe_small_mxfp4.json).
+_TEAMS = (*((32, 12, n) for n in (2, 3, 4, 6)), *((32, 8, n) for n in (2, 4, 8)), (32, 4, 4), (32, 4, 2), (16, 4, 4))
 _SMS = 132               # where a target does not say
 
 
@@ -200,7 +202,8 @@ def _active(p: MoeProblem) -> float:
 
 def _tokens(p: MoeProblem) -> int:
     """Columns of a product: an expert's usual number of tokens and some more; others take a second one."""
-    wanted = 1 if p.tokens == 1 else min(p.tokens, 1.3 * p.slots / _active(p) + 0.5)
+    usual = p.slots / _active(p)
+    wanted = 1 if p.tokens == 1 else usual - 0.3 if p.packed else min(p.tokens, 1.3 * usual + 0.5)
     return next((n for n in _TOKENS if n >= wanted), _TOKENS[-1])
 
 
@@ -216,9 +219,15 @@ _WORTH = {8: 0.7, 16: 0.93, 24: 0.97, 32: 1.0}
 
 def _ups(p: MoeProblem, sms: int) -> list[tuple[int, int, int, int, int]]:
     """(rows, warps, stages, blocks, split) of up, best first."""
-    if p.packed:  # bound by instructions: 12 warps, in teams whose shares of K are as even as can be
-        steps = -(-_row_bytes(p, p.hidden) // _STEP)
-        return [(rows, warps, 3, 1, split) for rows, warps, split in sorted(_TEAMS, key=lambda s: (-s[0], -s[1], -_whole(steps, s[2])))]
+    if p.packed:
+        steps, most = -(-_row_bytes(p, p.hidden) // _STEP), 8 if p.tokens == 1 else 12
+
+        def order(team: tuple[int, int, int]) -> tuple[bool, bool, float]:
+            rows, warps, split = team
+            works = _active(p) * -(-p.intermediate // (rows // 2 if p.gated else rows))
+            return rows != 32, warps != most, -_whole(steps, split) * _whole(works, sms * warps // split)
+
+        return [(rows, warps, 3, 1, split) for rows, warps, split in sorted(_TEAMS, key=order)]
 
     def score(shape: tuple[int, int]) -> float:
         rows, blocks = shape
@@ -234,6 +243,8 @@ def _downs(p: MoeProblem, sms: int) -> list[tuple[int, int, int]]:
     steps, active = -(-_row_bytes(p, p.intermediate) // _STEP), _active(p)
     long, splits = steps > _LONG, (1, 2, 4, 8) if p.tokens == 1 else (1, 2)
     rows_of = (24, 16, 8) if p.packed else (32, 24, 16, 8)  # 32 rows of mxfp4 spill on sm_80
+    if _holding(p)[0][2] == 0:  # each warp has units of its own
+        return [(rows, warps, 1) for rows in rows_of for warps in (12, 8, 4)]
 
     def score(shape: tuple[int, int, int]) -> float:
         rows, warps, split = shape
@@ -252,7 +263,8 @@ def _holding(p: MoeProblem) -> list[tuple[bool, bool, int]]:
     if p.tokens > _HELD_TOKENS:
         return [(False, False, 1)]
     if p.packed:
-        return [(True, True, n) for n in range(-(-_held(p, p.intermediate, 1, p.slots) // _MOST_HELD), 9)]
+        passes = -(-_held(p, p.intermediate, 1, p.slots) // _MOST_HELD)
+        return [(True, True, n) for n in ((0,) if passes > 1 else ()) + tuple(range(passes, 9))]
     short = _row_bytes(p, p.intermediate) <= _LONG * _STEP
     return [(True, True, 1), (True, False, 1), (False, False, 1)] if short else [(p.tokens > 1, False, 1), (False, False, 1)]
 
@@ -390,8 +402,10 @@ def coverage() -> Iterable[tuple[MoeProblem, Config | None]]:
     yield replace(blocks, tokens=8, experts=256, hidden=7168, intermediate=256), None
     yield replace(blocks, tokens=8), Config(4, 8, 8, 8, 1, 8, 8, 4, 6, up_held=True)
     mxfp4 = PackedForm("mxfp4", 32, "e8m0", False)
-    yield (replace(base, hidden=2880, intermediate=2880, k=4, weight_dtype="mxfp4", packed=(mxfp4, mxfp4), activation="swiglu_oai",
-                   limit=True, bias13=True, bias2=True, bias13_dtype="bf16", bias2_dtype="bf16", gate_up="interleaved"), None)
+    gpt_oss = replace(base, hidden=2880, intermediate=2880, k=4, weight_dtype="mxfp4", packed=(mxfp4, mxfp4), activation="swiglu_oai",
+                      limit=True, bias13=True, bias2=True, bias13_dtype="bf16", bias2_dtype="bf16", gate_up="interleaved")
+    yield gpt_oss, None
+    yield replace(gpt_oss, tokens=8), None
     yield replace(blocks, weight_dtype="e5m2", scales="channel/tensor", x_dtype="fp16", out_dtype="fp16"), None
 
 
