@@ -75,6 +75,8 @@ CASES: dict[str, tuple[Callable[[], dict[str, Any]], Config]] = {
                                    Config(2, 32, 4, 2, 1, 8, 4, 1, 3, True, True, down_passes=2)),
     "mxfp4, rows of a unit": (lambda: skipping(pack_experts(layer(6, 3, 2, 96, 352), "mxfp4")), Config(
         2, 16, 4, 2, 1, 24, 4, 1, 3, True, True, down_passes=0, up_split=1)),
+    "mxfp4, rows of a slot": (lambda: skipping(pack_experts(layer(4, 3, 2, 352, 96), "mxfp4")), Config(
+        1, 32, 6, 2, 1, 24, 4, 1, 2, True, True, down_passes=0, up_split=3)),
     "fp8 channels, e5m2": (lambda: quantize_experts(layer(5, 3, 2, 128, 64), "channel", "expert", torch.float8_e5m2),
                            Config(8, 16, 4, 3, 1, 32, 4, 2, 3)),
 }
