@@ -137,7 +137,7 @@ class Tuner:
         if not possible:
             self.report.left[str(problem)] = possible.reason
             return None
-        rows = select.candidates_of(problem, target)
+        rows = [c.settled() for c in select.candidates_of(problem, target)]
         if not self.options.again and measured.times(problem, target, rows, True)[0]:
             return None
         trials = trials_of(problem, target, rows, self.options.configs)
