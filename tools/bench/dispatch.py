@@ -80,11 +80,13 @@ def _attention_cases() -> Iterator[Case]:
     yield from (_dense(b, s, 16, 128, True) for b, s in ((16, 128), (8, 512), (1, 512)))
     yield from (_dense(4, 2048, 32, 128, True, hkv=8), _dense(1, 3000, 32, 128, True, hkv=8), _dense(2, 777, 16, 96, True),
                 _dense(2, 1000, 16, 80, False), _dense(4, 2048, 16, 128, True, return_lse=True),
-                _dense(4, 4096, 16, 128, True, window=[511, 0]), _dense(2, 2048, 16, 128, True, soft_cap=30.0), _dense(8, 1024, 32, 64, False, dtype="fp16"))
+                _dense(4, 4096, 16, 128, True, window=[511, 0]), _dense(2, 2048, 16, 128, True, soft_cap=30.0),
+                _dense(8, 1024, 32, 64, False, dtype="fp16"))
     yield from (_dense(b, s, 32, 128, True, hkv=8, sq=1) for b, s in ((1, 8192), (16, 8192), (64, 2048)))
     yield from (_dense(4, 4096, 32, 128, True, hkv=8, sq=64), _ragged(8, 8192, 32, 8, 128), _ragged(64, 16384, 32, 8, 128))
     yield from (_dense(3, 300, 16, 128, True, held=True), _dense(16, 2048, 32, 64, True, held=True),
-                _dense(8, 1024, 32, 128, True, hkv=8, held=True), _dense(32, 4096, 32, 128, True, hkv=8, sq=1, held=True), _ragged(16, 16384, 32, 8, 128, held=True))
+                _dense(8, 1024, 32, 128, True, hkv=8, held=True), _dense(32, 4096, 32, 128, True, hkv=8, sq=1, held=True),
+                _ragged(16, 16384, 32, 8, 128, held=True))
 
 
 def _product_cases() -> Iterator[Case]:
