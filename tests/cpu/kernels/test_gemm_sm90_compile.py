@@ -144,7 +144,7 @@ def test_choices_for_batches_are_those_of_the_search() -> None:
 
 
 def test_packed_choices_are_those_of_the_search() -> None:
-    """The first choice is the fastest of this kernel in the last committed run, or within 1 %; dispatch takes it exactly where it is faster."""
+    """The first choice is the fastest of this kernel in the newest run, or within 1 %; dispatch takes it exactly where it is faster."""
     runs = json.loads((Path(__file__).parents[3] / "tools/bench/results/tried/h200_packed_sm90.json").read_text())["runs"]
     checked = 0
     for line in {line["problem"]: line for run in (runs[0], runs[-1]) for line in run["lines"]}.values():
