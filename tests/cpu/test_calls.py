@@ -32,6 +32,27 @@ def test_soft_cap_must_be_a_finite_positive_number(value: object) -> None:
         kernelgen.attention(Q, K, V, soft_cap=value)  # type: ignore[arg-type]
 
 
+def test_arguments_without_a_hash_or_too_large_are_named() -> None:
+    """A prepared call is looked up by its arguments: what cannot be looked up is refused by name all the same."""
+    q, k, cache = torch.randn(4, 2, 16), torch.randn(4, 2, 16), torch.zeros(2, 2, 4, 2, 16)
+    latent = torch.zeros(2, 4, 64), torch.zeros(2, 4, 16)
+    place = torch.arange(4)
+    for call in (
+        lambda b: kernelgen.rope(q, k, place, backend=b), lambda b: kernelgen.merge_states(q.unsqueeze(0), q[None, :, :, 0], backend=b),
+        lambda b: kernelgen.append_kv(cache, q, k, slot_mapping=place, backend=b),
+        lambda b: kernelgen.append_mla(*latent, torch.randn(4, 64), k[:, 0], slot_mapping=place, backend=b),
+    ):
+        with pytest.raises(NoBackendError, match="got backend="):
+            call(["generated"])
+    with pytest.raises(SettingsError, match="kv_layout: got "):
+        kernelgen.append_kv(cache, q, k, slot_mapping=place, kv_layout=["NHD"])  # type: ignore[arg-type]
+    for value in (10**400, "1", torch.ones(2)):
+        with pytest.raises(SettingsError, match="theta: got "):
+            kernelgen.rope(q, k, place, theta=value)  # type: ignore[arg-type]
+        with pytest.raises(SettingsError, match="scaling: got "):
+            kernelgen.route(q[:, 0], 2, scaling=value)  # type: ignore[arg-type]
+
+
 def test_numbers_and_backends_of_the_wrong_type_are_named() -> None:
     with pytest.raises(SettingsError, match="scale: got 'x'"):
         kernelgen.attention(Q, K, V, scale="x")  # type: ignore[arg-type]
