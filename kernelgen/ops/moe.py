@@ -24,11 +24,13 @@ from kernelgen.ops.checks import (
     check_rank,
     check_same_dtype,
     check_tensors,
+    meeting_any,
     number,
     shape_text,
 )
+from kernelgen.ops.expert_map import ExpertMap, as_table, local_range, map_key, table_on
 from kernelgen.ops.memo import layout_of, new_memo, remember
-from kernelgen.ops.moe_pieces import ExpertMap, check_slot_ids, local_range, table_on
+from kernelgen.ops.moe_pieces import check_slot_ids
 from kernelgen.ops.weights import PackedWeight
 from kernelgen.problems.common import alignment_of
 from kernelgen.problems.moe import MoeProblem, PackedForm
@@ -72,8 +74,8 @@ def moe(
 
     An id that names no expert here is skipped (under KERNELGEN_CHECK=1 one outside 0 .. E - 1, or outside the map, is a
     ShapeError); a repeated one adds again. The k contributions are added in slot order, in float32, always the same: equal calls
-    give equal bits, ``deterministic`` or not. Nothing waits for the device. Raises ShapeError, DtypeError,
-    DeviceError, LayoutError, SettingsError, NoBackendError.
+    give equal bits, ``deterministic`` or not. ``out`` shares no memory with what is read. Nothing waits for the device. Raises
+    ShapeError, DtypeError, DeviceError, LayoutError, SettingsError, NoBackendError.
     """
     key = _signature(x, w13, w2, weights, ids, (activation, alpha, limit, gate_up, weights_on_input, deterministic, backend),
                      (bias13, bias2, out), (scale13, scale2), shared, expert_map)
@@ -117,7 +119,7 @@ def _signature(
     return (
         tuple(map(layout_of, every)), *(w.layout if isinstance(w, PackedWeight) else type(w) for w in (w13, w2)),
         tuple(layout_of(s) if isinstance(s, torch.Tensor) else (type(s), s) for s in scales), shared is None, options,
-        tuple(map(type, options)), layout_of(expert_map) if isinstance(expert_map, torch.Tensor) else expert_map, settings().check,
+        tuple(map(type, options)), map_key(expert_map), settings().check,
         torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in (*every, *scales)),
     )
 
@@ -126,20 +128,40 @@ def _prepared(sample: MoeTensors, run: Any, *scales: Scale | None) -> Callable[[
     """The repeated call of bound kernels, which only re-read addresses."""
     shape, table, first = tuple(sample.out.shape), sample.table is not None, sample.first
     scale13, scale2 = (None if s is None or isinstance(s, torch.Tensor) else _kept(s, sample.x.device) for s in scales)
+    meets = meeting_any(sample.out, *_read(*_inputs(sample)).values())
 
     def call(t: MoeTensors) -> torch.Tensor:
         if t.out is None:
             out = t.x.new_empty(shape)
         else:
             out = t.out
-            check_apart("out", out, x=t.x)
+            if meets(out, *_read(*_inputs(t)).values()):
+                check_apart("out", out, **_read(*_inputs(t)))
             wrote(out)
         run(t._replace(
-            out=out, table=t.expert_map.to(torch.int32).contiguous() if table else None, first=first,
+            out=out, table=as_table(t.expert_map) if table else None, first=first,
             scale13=scale13 if scale13 is not None else t.scale13, scale2=scale2 if scale2 is not None else t.scale2))
         return out
 
     return call
+
+
+def _inputs(t: MoeTensors) -> tuple[Any, ...]:
+    return t.x, t.w13, t.w2, t.weights, t.ids, t.bias13, t.bias2, t.scale13, t.scale2, t.shared, t.expert_map
+
+
+def _read(
+    x: Any, w13: Any, w2: Any, weights: Any, ids: Any, bias13: Any, bias2: Any, scale13: Any, scale2: Any, shared: Any, expert_map: Any,
+) -> dict[str, torch.Tensor | None]:
+    """Every tensor that a call reads, None for those that it has not."""
+    parts: dict[str, Any] = {}
+    for name, w in (("w13", w13), ("w2", w2)):
+        packed = isinstance(w, PackedWeight)
+        parts |= {name: w.codes, f"{name}.scale": w.scale, f"{name}.zero": w.zero} if packed else {name: w}
+    shared13, shared2 = shared or (None, None)
+    parts |= dict(x=x, weights=weights, ids=ids, bias13=bias13, bias2=bias2, scale13=scale13, scale2=scale2, shared_w13=shared13,
+                  shared_w2=shared2, expert_map=expert_map)
+    return {name: t if isinstance(t, torch.Tensor) else None for name, t in parts.items()}
 
 
 def explain_moe(*args: Any, target: Target, backend: str, live: bool, **kwargs: Any) -> Decision:
@@ -183,6 +205,8 @@ def describe_moe(
     if shared is not None and (not isinstance(shared, (tuple, list)) or len(shared) != 2):
         raise DtypeError(f"shared: got {type(shared).__name__}, expected the pair (w13 (2 Is, H), w2 (H, Is))")
     shared13, shared2 = shared if shared is not None else (None, None)
+    if shared is not None:
+        check_required(shared_w13=shared13, shared_w2=shared2)
     plain13, plain2 = (w.codes if isinstance(w, PackedWeight) else w for w in (w13, w2))
     map_tensor = expert_map if isinstance(expert_map, torch.Tensor) else None
     check_required(x=x, w13=plain13, w2=plain2, weights=weights, ids=ids)
@@ -198,6 +222,8 @@ def describe_moe(
                           shared_w2=shared2)
     halves = _check_activation(activation, alpha, limit, gate_up)
     alpha, limit = (None if n is None else number(name, n) for name, n in (("alpha", alpha), ("limit", limit)))
+    if limit is not None and not limit >= 0:
+        raise SettingsError(f"limit: got {limit}, expected 0 or more: it clamps to -limit .. limit")
     _check_dtypes(x, w13, w2, weights, scale13, scale2)
     (tokens, hidden), (experts, wide), k = x.shape, w13.shape[:2], ids.shape[1]
     if wide % halves:
@@ -223,7 +249,7 @@ def describe_moe(
         out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
     else:
         check_output("out", out, (tokens, hidden), x.dtype, x.device)
-        check_apart("out", out, x=x)
+        check_apart("out", out, **_read(x, w13, w2, weights, ids, bias13, bias2, scale13, scale2, shared, expert_map))
     forms = [_form(w) for w in (w13, w2) if isinstance(w, PackedWeight)]
     problem = MoeProblem(
         tokens=tokens, hidden=hidden, intermediate=wide // halves, experts=experts, k=k, x_dtype=dtype_name(x.dtype),
