@@ -39,7 +39,7 @@ _FIELDS: tuple[tuple[str, type[Exception], Any], ...] = (
     ("ids", ShapeError, "k = {}".format),
     ("x", DtypeError, _dtype),
     ("weights", DtypeError, _dtype),
-    ("activation, alpha, limit, gate_up, weights_on_input or combine", SettingsError, "options of checksum {:08x}".format),
+    ("activation, alpha, limit, gate_up, weights_on_input, combine or transport", SettingsError, "options of checksum {:08x}".format),
 )
 
 
@@ -95,7 +95,8 @@ def moe(
     combine         "slots": each chosen expert's row comes back, and the token's own rank adds them in slot order. "ranks": each
                     rank adds up its experts' rows, in slot order, rounds the sum to x's dtype and sends one row per token; the
                     token's rank adds these in the order of the ranks' first slots. Less comes back, and one rounding is added
-    transport       "auto", "all_to_all" (all_to_all_single) or "p2p" (batch_isend_irecv)
+    transport       "auto", "all_to_all" (all_to_all_single) or "p2p" (batch_isend_irecv), the same on all ranks; of the rows, not of what
+                    ranks tell each other first
     shared          every rank's own copy; computed while the tokens travel
 
     With "slots", generated kernels and the tokens of all ranks, in their order, as the tokens of one process, the result has the
@@ -140,7 +141,7 @@ def _run(
     earlier = (owner.unsqueeze(2) == owner.unsqueeze(1)).tril(-1).any(2)
     tokens = moe_sort(torch.where(earlier, -1, owner), ranks.size, backend=backend)
     counts = torch.stack([torch.diff(s.offsets, prepend=s.offsets.new_zeros(1)) for s in (tokens, slots)], 1)
-    sent, received = swap_headers(ranks, plan.transport, torch.cat((plan.header, counts), 1))
+    sent, received = swap_headers(ranks, torch.cat((plan.header, counts), 1))
     check_peers(ranks, plan.own, received, _FIELDS)
     (tokens_out, slots_out), (tokens_in, slots_in) = ([[row[i] for row in rows] for i in (-2, -1)] for rows in (sent, received))
 
@@ -275,9 +276,10 @@ def _new_plan(
     bounds = _bounds(ranks, layer.w13.shape[0], num_experts, expert_bounds)
     if bounds[-1] >= 2**31:
         raise ShapeError(f"num_experts: got {bounds[-1]}, expected fewer than 2^31")
-    dtypes, words = list(DTYPES), (o["activation"], o["alpha"], o["limit"], o["gate_up"], bool(o["weights_on_input"]), combine)
+    route = ranks.transport(x.device, transport)
+    dtypes, words = list(DTYPES), (o["activation"], o["alpha"], o["limit"], o["gate_up"], bool(o["weights_on_input"]), combine, route)
     own = [_CALL, 0, bounds[-1], zlib.crc32(repr(bounds).encode()), x.shape[1], ids.shape[1], dtypes.index(dtype_name(x.dtype)),
            dtypes.index(dtype_name(weights.dtype)), zlib.crc32(repr(words).encode())]
     return _Plan(
         bounds, torch.tensor(bounds[1:], dtype=ids.dtype, device=x.device),
-        torch.tensor([own] * ranks.size, dtype=torch.int64, device=x.device), own, ranks.transport(x.device, transport))
+        torch.tensor([own] * ranks.size, dtype=torch.int64, device=x.device), own, route)

@@ -200,14 +200,14 @@ def ring_attention(
         scale, soft_cap = (None if n is None else number(name, n) for name, n in (("scale", scale), ("soft_cap", soft_cap)))
         _check(q, k, v, causal, soft_cap, layout, return_lse, deterministic)
         check_backend(backend)
-        transport = ranks.transport(q.device, "auto")
+        ranks.transport(q.device, "auto")  # an error where no backend moves such tensors
     except (ShapeError, DtypeError, DeviceError, LayoutError, SettingsError, NoBackendError):
         refuse(ranks, _CALL, q.device if isinstance(q, torch.Tensor) else None)
         raise
     options = zlib.crc32(repr((bool(causal), scale, soft_cap, layout)).encode())
     own = [_CALL, 0, q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], list(DTYPES).index(dtype_name(q.dtype)), options,
            q.shape[1], k.shape[1]]
-    _, received = swap_headers(ranks, transport, torch.tensor([own] * ranks.size, dtype=torch.int64, device=q.device))
+    _, received = swap_headers(ranks, torch.tensor([own] * ranks.size, dtype=torch.int64, device=q.device))
     check_peers(ranks, own, received, _FIELDS)
     lengths_q, lengths_k = ([header[i] for header in received] for i in (-2, -1))
     out, lse = _run(ranks, q, k, v, schedule(tuple(lengths_q), tuple(lengths_k), layout, bool(causal)),

@@ -225,8 +225,12 @@ def moe_errors(rank: int, size: int, device: str) -> None:
         call(**(narrow if odd else c))
     with pytest.raises(DtypeError, match="x: got (fp16|bf16) on rank "):
         call(**(half if odd else c))
-    with pytest.raises(SettingsError, match="weights_on_input or combine: got options"):
+    with pytest.raises(SettingsError, match="weights_on_input, combine or transport: got options"):
         call(**c, combine="ranks" if odd else "slots")
+    with pytest.raises(SettingsError, match="combine or transport: got options"):
+        call(**c, transport="p2p" if odd else "all_to_all")
+    with pytest.raises(ShapeError if odd else SettingsError, match="weights: got shape" if odd else "rank 1 refused its arguments"):
+        call(**(c | {"weights": c["weights"][:, :1]} if odd else c), transport="p2p")  # a refusal does not go by what the others wish
     with pytest.raises(ShapeError if odd else SettingsError, match="expected 0 " if odd else "rank 1 refused its arguments"):
         call(**c, expert_bounds=[0, 2, 2, *[2 * size] * (size - 2)] if odd else None)
     with pytest.raises(ShapeError if odd else SettingsError, match="expert_bounds: got 9 experts in" if odd else "rank 1 refused"):
