@@ -42,6 +42,7 @@ from kernelgen.targets import Target, target_of
 Scale = torch.Tensor | float
 Weight = torch.Tensor | PackedWeight
 Shared = tuple[torch.Tensor, torch.Tensor]
+_GATED_FORM = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}  # called alike elsewhere
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _calls = new_memo()
 
@@ -231,7 +232,9 @@ def describe_moe(
     if w13.shape[2] != hidden:
         raise ShapeError(f"w13: got {w13.shape[2]} in dimension 2 of {tuple(w13.shape)}, expected {hidden} (the H of x)")
     if tuple(w2.shape) != (experts, hidden, wide // halves):
-        raise ShapeError(f"w2: got shape {tuple(w2.shape)}, expected {(experts, hidden, wide // halves)} ((E, H, I) by w13 and x)")
+        gated = _GATED_FORM.get(activation) if tuple(w2.shape) == (experts, hidden, wide // 2) else None
+        raise ShapeError(f"w2: got shape {tuple(w2.shape)}, expected {(experts, hidden, wide // halves)} ((E, H, I) by w13 and x)"
+                         + (f"; {activation} has no gate: where w13 holds gate and up, take {gated!r}" if gated else ""))
     check_dim("ids", ids, 0, tokens, "the tokens of x")
     _check_shape("weights", weights, (tokens, k), "the shape of ids")
     for name, bias, columns in (("bias13", bias13, wide), ("bias2", bias2, hidden)):

@@ -203,8 +203,12 @@ def explain_moe_unpermute(*args: Any, target: Target, backend: str, live: bool, 
 
 def _imagined(t: torch.Tensor, sort: Any, *, rows: bool = False) -> Any:
     """A sort of as many slots as ``sort`` says, for decisions that need no more of it; one on the device of the data."""
-    if not isinstance(sort, int):
-        return MoESort(*(part.to(t.device) for part in (sort.offsets, sort.token_of_row, sort.row_of_slot)))
+    if isinstance(sort, MoESort):
+        return MoESort(*(part.to(t.device) for part in sort))
+    k = whole(sort)
+    if k is None or k < 0:
+        raise DtypeError(f"sort: got {sort!r}, expected the MoESort that moe_sort gives, or the number of slots of a token")
+    sort = k
     tokens = t.shape[0] // max(sort, 1) if rows else t.shape[0]
     slots = torch.empty((tokens, sort), dtype=torch.int32, device=t.device)
     return MoESort(slots[:0, 0] if sort else slots.reshape(-1), slots.reshape(-1), slots)

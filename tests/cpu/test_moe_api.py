@@ -141,6 +141,7 @@ def test_grouped_gemm_leaves_other_rows_alone() -> None:
     ({"w13": "w"}, DtypeError, "w13: got str"),
     ({"shared": (torch.zeros(2, H, dtype=torch.bfloat16), None)}, DtypeError, "shared_w2: got None"),
     ({"shared": (None, None)}, DtypeError, "shared_w13: got None"),
+    ({"activation": "silu"}, ShapeError, "silu has no gate: where w13 holds gate and up, take 'swiglu'"),
     ({"limit": -1.0}, SettingsError, "limit: got -1.0, expected 0 or more"),
     ({"limit": float("nan")}, SettingsError, "limit: got nan"),
     ({"limit": 10**400}, SettingsError, "limit: got 1000"),
@@ -250,5 +251,10 @@ def test_explain_and_other_backends_say_why() -> None:
     assert decision.chosen is not None and decision.chosen.backend == "generated"
     assert all(c.verdict.reason for c in decision.candidates if not c.verdict.ok)
     assert "deepseek_v3" in str(kernelgen.explain("route", (4, 64), 6, method="deepseek_v3", num_groups=8, topk_groups=4))
+    for op, shape in (("moe_permute", (8, 64)), ("moe_unpermute", (8, 64))):
+        assert kernelgen.explain(op, shape, 2, target="sm_90a").chosen is not None
+        for sort in (-2, "2", (2, 3)):
+            with pytest.raises((DtypeError, ShapeError), match="sort: got "):
+                kernelgen.explain(op, shape, sort, target="sm_90a")
     with pytest.raises(NoBackendError, match="torch has no operator for moe"):
         kernelgen.moe(**layer(), backend="torch")
