@@ -13,7 +13,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from kernelgen.dispatch.decision import Decision
+from kernelgen.dispatch.select import no_backend_error
 from kernelgen.errors import DeviceError, SettingsError
+from kernelgen.settings import settings
 
 ALL_TO_ALL = ("nccl", "gloo", "mpi", "ucc", "xccl")
 TRANSPORTS = ("auto", "all_to_all", "p2p")
@@ -122,6 +125,12 @@ def swap_headers(ranks: Ranks, sent: torch.Tensor) -> tuple[list[list[int]], lis
     received = start_rows(ranks, ranks.transport(sent.device, "auto"), sent, ones, ones).wait()
     both = torch.cat((sent, received)).tolist()
     return both[: ranks.size], both[ranks.size :]
+
+
+def check_chosen(decision: Decision, backend: str) -> None:
+    """A backend that cannot run what a call consists of is an error of its arguments: raised before others wait. Raises NoBackendError."""
+    if decision.chosen is None:
+        raise no_backend_error(decision, settings().backend if backend == "auto" else backend)
 
 
 def refuse(ranks: Ranks, call: int, device: torch.device | None) -> None:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kernelgen.distributed.exchange import Ranks, check_peers, ranks_of, refuse, start_rows, swap_headers
+from kernelgen.dispatch.select import choose
+from kernelgen.distributed.exchange import Ranks, check_chosen, check_peers, ranks_of, refuse, start_rows, swap_headers
 from kernelgen.dtypes import DTYPES, dtype_name
 from kernelgen.errors import DeviceError, DtypeError, LayoutError, NoBackendError, SettingsError, ShapeError
 from kernelgen.guard import check_backend, check_plain, needs_torch, outside_graphs, watched, whole
@@ -20,6 +21,7 @@ from kernelgen.ops.moe import moe as local_moe
 from kernelgen.ops.moe_pieces import moe_permute, moe_sort, moe_unpermute
 from kernelgen.ops.weights import PackedWeight
 from kernelgen.settings import settings
+from kernelgen.targets import target_of
 
 COMBINES = ("slots", "ranks")
 _CALL = 0x6D6F65
@@ -69,10 +71,10 @@ def expert_range(num_experts: int, *, group: Any = None, rank: int | None = None
     """
     ranks = ranks_of(group)
     bounds = _even_bounds(num_experts, ranks.size)
-    rank = ranks.rank if rank is None else rank
-    if not 0 <= rank < ranks.size:
-        raise ShapeError(f"rank: got {rank}, expected 0 to {ranks.size - 1}")
-    return range(bounds[rank], bounds[rank + 1])
+    number_of = ranks.rank if rank is None else whole(rank)
+    if number_of is None or not 0 <= number_of < ranks.size:
+        raise ShapeError(f"rank: got {rank!r}, expected 0 to {ranks.size - 1}")
+    return range(bounds[number_of], bounds[number_of + 1])
 
 
 @outside_graphs("ranks are talked to")
@@ -264,13 +266,15 @@ def _new_plan(
     out: torch.Tensor | None, num_experts: int | None, expert_bounds: Sequence[int] | None, combine: str, transport: str,
 ) -> _Plan:
     o = dict(layer.options)
-    check_backend(o.pop("backend"))
-    describe_moe(x, layer.w13, layer.w2, weights, ids, shared=shared, expert_map=None, out=out, **o)
+    backend = o.pop("backend")
+    check_backend(backend)
+    problem, _ = describe_moe(x, layer.w13, layer.w2, weights, ids, shared=shared, expert_map=None, out=out, **o)
     check_plain("distributed.moe", x=x, weights=weights, ids=ids)
     given = (x, layer.w13, layer.w2, weights, o["bias13"], o["bias2"], o["scale13"], o["scale2"], *(shared or ()))
     if needs_torch(*given):
         raise SettingsError("distributed.moe: got a tensor that requires a gradient, expected none: the exchange has none; call it under "
                             "torch.no_grad()")
+    check_chosen(choose(problem, target_of(x.device), backend), backend)
     if combine not in COMBINES:
         raise SettingsError(f"combine: got {combine!r}, expected one of {', '.join(COMBINES)}")
     bounds = _bounds(ranks, layer.w13.shape[0], num_experts, expert_bounds)

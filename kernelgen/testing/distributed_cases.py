@@ -239,7 +239,8 @@ def moe_errors(rank: int, size: int, device: str) -> None:
         (DtypeError, "x: got list", {"x": [1.0]}), (ShapeError, "expert_bounds: got 5, expected", {"expert_bounds": 5}),
         (SettingsError, "combine: got 'tokens'", {"combine": "tokens"}), (SettingsError, "transport: got 'mail'", {"transport": "mail"}),
         (ShapeError, "num_experts: got 'all'", {"num_experts": "all"}), (DtypeError, "shared: got int", {"shared": 3}),
-        (NoBackendError, "got backend=7", {"backend": 7}), (SettingsError, "activation: got ", {"activation": ["relu"]}),
+        (NoBackendError, "got backend=7", {"backend": 7}), (NoBackendError, "backend 'triton' cannot", {"backend": "triton"}),
+        (SettingsError, "activation: got ", {"activation": ["relu"]}),
     ):
         with pytest.raises(error if odd else SettingsError, match=words if odd else "rank 1 refused"):
             call(**(c | change if odd else c))
@@ -350,6 +351,8 @@ def ring_errors(rank: int, size: int, device: str) -> None:
                                  (ShapeError, "the length of k", [q, q, q[:, 1:]])):
         with pytest.raises(error if odd else SettingsError, match=words if odd else "rank 1 refused"):
             call(*(change if odd else [q] * 3))
+    with pytest.raises(NoBackendError if odd else SettingsError, match="backend 'triton' cannot" if odd else "rank 1 refused"):
+        call(q, q, q, backend="triton" if odd else "auto")
     with pytest.raises(SettingsError, match="layout: got 'striped'"):
         call(q, q, q, layout="striped")
     assert isinstance(call(q, q, q), torch.Tensor)
