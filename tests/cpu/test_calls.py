@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 import kernelgen
 from kernelgen.cli import cli
-from kernelgen.errors import NoBackendError, SettingsError
+from kernelgen.errors import LayoutError, NoBackendError, SettingsError
 
 Q, K, V = torch.randn(2, 9, 4, 16), torch.randn(2, 33, 2, 16), torch.randn(2, 33, 2, 16)
 A, B = torch.randn(5, 24), torch.randn(24, 12)
@@ -51,6 +51,23 @@ def test_arguments_without_a_hash_or_too_large_are_named() -> None:
             kernelgen.rope(q, k, place, theta=value)  # type: ignore[arg-type]
         with pytest.raises(SettingsError, match="scaling: got "):
             kernelgen.route(q[:, 0], 2, scaling=value)  # type: ignore[arg-type]
+
+
+def test_rows_are_written_in_place_or_apart() -> None:
+    """Over x itself, or one half of it, where each element is made of what lies there; any other overlap gave wrong rows."""
+    x, weight = torch.randn(9, 64), torch.rand(64)
+    normed, gated = kernelgen.rmsnorm(x[:8], weight), kernelgen.silu_and_mul(x[:8])
+    for half in (slice(0, 32), slice(32, 64)):
+        y = x.clone()
+        torch.testing.assert_close(kernelgen.silu_and_mul(y[:8], out=y[:8, half]), gated)
+    y = x.clone()
+    torch.testing.assert_close(kernelgen.rmsnorm(y[:8], weight, out=y[:8]), normed)
+    for call in (lambda: kernelgen.rmsnorm(x[:8], weight, out=x[1:]), lambda: kernelgen.silu_and_mul(x[:8], out=x[1:, :32]),
+                 lambda: kernelgen.silu_and_mul(x[:8], out=x[:8, 8:40])):
+        with pytest.raises(LayoutError, match="out: got memory that x lies in"):
+            call()
+    with pytest.raises(LayoutError, match="out: got memory that weight lies in"):
+        kernelgen.rmsnorm(x[:1], y[0], out=y[:1])
 
 
 def test_numbers_and_backends_of_the_wrong_type_are_named() -> None:
