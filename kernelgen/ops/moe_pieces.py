@@ -28,6 +28,7 @@ from kernelgen.ops.expert_map import INDICES, ExpertMap, as_table, local_range, 
 from kernelgen.ops.memo import layout_of, new_memo, remember
 from kernelgen.problems.common import alignment_of
 from kernelgen.problems.moe import MoePermuteProblem, MoeSortProblem, MoeUnpermuteProblem
+from kernelgen.settings import settings
 from kernelgen.targets import Target, target_of
 
 _calls = new_memo()
@@ -88,13 +89,14 @@ def moe_permute(x: torch.Tensor, sort: MoESort, *, weights: torch.Tensor | None 
     """x (T, H) to rows (T * k, H) in the sort's order and x's dtype; rows past its last offset are unspecified.
 
     x float64, float32, bfloat16, float16 or fp8 codes (their float32 scales are another call). ``weights`` (T, k), float32 or x's
-    dtype, multiply rows that are no codes. A row number of the sort outside 0 .. T * k - 1 is skipped. Raises ShapeError, DtypeError,
+    dtype, multiply rows that are no codes. A row number of the sort outside 0 .. T * k - 1 is skipped (one that is not -1 is a
+    ShapeError under KERNELGEN_CHECK=1). Raises ShapeError, DtypeError,
     DeviceError, LayoutError, NoBackendError.
     """
     slots = getattr(sort, "row_of_slot", None)
     key: Any = None
     if type(x) in ORDINARY and type(slots) in ORDINARY and not watched():
-        key = ("permute", layout_of(x), layout_of(slots), layout_of(weights), backend, _wants_gradient(x, weights))
+        key = ("permute", layout_of(x), layout_of(slots), layout_of(weights), backend, _wants_gradient(x, weights), settings().check)
         try:
             call = _calls.get(key)
         except TypeError:  # an option that has no hash is no legal one
@@ -106,6 +108,8 @@ def moe_permute(x: torch.Tensor, sort: MoESort, *, weights: torch.Tensor | None 
         return recorded
     check_backend(backend)
     problem, tensors = _describe_permute(x, sort, weights)
+    if settings().check:
+        _check_numbers(tensors.row_of_slot)
     decision, run = prepare(problem, target_of(x.device), backend, tensors)
     if key is not None and _may_be_prepared(decision, tensors.row_of_slot, slots):
         shape = tuple(tensors.rows.shape)
@@ -128,15 +132,15 @@ def moe_unpermute(
     """out[t] = sum over slots s of weights[t, s] * rows[row_of_slot[t, s]]: (T, H) in rows' dtype.
 
     rows (T * k, H) float64, float32, bfloat16 or float16; weights (T, k), float32 or rows' dtype, None for ones. Skipped slots add
-    nothing, nor does a row number of the sort outside 0 .. T * k - 1. The sum is in float32 (float64 of float64 rows), in the order
-    of the slots, then ``addend`` (T, H), and rounded once. ``out`` shares no memory with what is read. Raises ShapeError, DtypeError,
-    DeviceError, LayoutError, NoBackendError.
+    nothing, nor does a row number of the sort outside 0 .. T * k - 1 (as in ``moe_permute``). The sum is in float32 (float64 of
+    float64 rows), in the order of the slots, then ``addend`` (T, H), and rounded once. ``out`` shares no memory with what is read.
+    Raises ShapeError, DtypeError, DeviceError, LayoutError, NoBackendError.
     """
     slots = getattr(sort, "row_of_slot", None)
     key: Any = None
     if type(rows) in ORDINARY and type(slots) in ORDINARY and not watched():
         key = ("unpermute", *map(layout_of, (rows, slots, weights, addend)), layout_of(out, written=True), backend,
-               _wants_gradient(rows, weights, addend))
+               _wants_gradient(rows, weights, addend), settings().check)
         try:
             call = _calls.get(key)
         except TypeError:  # an option that has no hash is no legal one
@@ -148,6 +152,8 @@ def moe_unpermute(
         return recorded
     check_backend(backend)
     problem, tensors = _describe_unpermute(rows, sort, weights, addend, out)
+    if settings().check:
+        _check_numbers(tensors.row_of_slot)
     decision, run = prepare(problem, target_of(rows.device), backend, tensors)
     if key is not None and _may_be_prepared(decision, tensors.row_of_slot, slots):
         shape, meets = tuple(tensors.out.shape), meeting_any(tensors.out, tensors.rows, tensors.row_of_slot, weights, addend)
@@ -176,7 +182,7 @@ def _wants_gradient(*tensors: Any) -> bool:
 
 def _may_be_prepared(decision: Decision, seen: torch.Tensor, given: Any) -> bool:
     """A generated kernel bound to the caller's own slots re-reads their address."""
-    return decision.chosen is not None and decision.chosen.backend == "generated" and seen is given
+    return decision.chosen is not None and decision.chosen.backend == "generated" and seen is given and not settings().check
 
 
 def explain_moe_sort(*args: Any, target: Target, backend: str, live: bool, **kwargs: Any) -> Decision:
@@ -244,6 +250,15 @@ def _slots_of(name: str, t: torch.Tensor, sort: Any) -> tuple[torch.Tensor, int,
     if slots.dtype != torch.int32:
         raise DtypeError(f"sort.row_of_slot: got {slots.dtype}, expected int32, as moe_sort gives it")
     return slots.contiguous(), slots.shape[0], slots.shape[1]
+
+
+def _check_numbers(slots: torch.Tensor) -> None:
+    """KERNELGEN_CHECK=1: a number of no row. Costs a device sync."""
+    bad = (slots < -1) | (slots >= slots.numel())
+    if bool(bad.any()):
+        token, slot = (int(i) for i in bad.nonzero()[0])
+        raise ShapeError(f"sort.row_of_slot: got {int(slots[token, slot])} for token {token}, slot {slot}, expected -1 to "
+                         f"{slots.numel() - 1}; without KERNELGEN_CHECK=1 such a slot is skipped")
 
 
 def _check_weights(weights: torch.Tensor | None, slots: torch.Tensor, dtype: torch.dtype) -> None:

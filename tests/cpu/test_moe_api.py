@@ -202,6 +202,11 @@ def test_a_sort_with_numbers_of_no_row(backend: str) -> None:
     rows = random_tensor((T * K, H), seed=8)
     out, wanted = (kernelgen.moe_unpermute(rows, sort._replace(row_of_slot=s), weights, backend=backend) for s in (strange, gap))
     assert torch.equal(out, wanted)
+    for call in (lambda: kernelgen.moe_permute(c["x"], sort._replace(row_of_slot=strange), backend=backend),
+                 lambda: kernelgen.moe_unpermute(rows, sort._replace(row_of_slot=strange), None, backend=backend)):
+        call()
+        with settings.override(check=True), pytest.raises(ShapeError, match=f"got {T * K} for token 0, slot 0, expected -1 to {T * K - 1}"):
+            call()
 
 
 def test_results_do_not_lie_where_something_is_read() -> None:
