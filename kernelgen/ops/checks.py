@@ -39,6 +39,12 @@ def check_last_contiguous(**tensors: torch.Tensor | None) -> None:
             )
 
 
+def check_side_dtype(name: str, t: torch.Tensor, main: torch.dtype) -> None:
+    """Of what stands beside the operands: their dtype, or float32."""
+    if t.dtype not in (main, torch.float32):
+        raise DtypeError(f"{name}: got {t.dtype}, expected {' or '.join(dict.fromkeys((str(main), 'torch.float32')))}; convert with .to()")
+
+
 def check_rank(name: str, t: torch.Tensor, rank: int, layout: str) -> None:
     if t.dim() != rank:
         raise ShapeError(f"{name}: got shape {shape_text(t)}, expected {rank} dimensions {layout}")

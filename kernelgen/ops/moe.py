@@ -23,6 +23,7 @@ from kernelgen.ops.checks import (
     check_output,
     check_rank,
     check_same_dtype,
+    check_side_dtype,
     check_tensors,
     meeting_any,
     number,
@@ -57,20 +58,21 @@ def moe(
 ) -> torch.Tensor:
     """out[t] = sum over slots s of weights[t, s] * (act(x[t] w13[e]^T + bias13[e]) w2[e]^T + bias2[e]) with e = ids[t, s].
 
-    x (T, H) float; w13 (E, 2 I, H), or (E, I, H) for an ungated activation; w2 (E, H, I); weights (T, k) float32 or x's
-    dtype; ids (T, k) int32 or int64. w13 and w2 have x's dtype, or are packed (:func:`pack_weight`) int4 or mxfp4, or are fp8
+    x (T, H) float64, float32, bfloat16 or float16; w13 (E, 2 I, H), or (E, I, H) for an ungated activation; w2 (E, H, I); weights
+    (T, k) float32 or x's dtype; ids (T, k) int32 or int64. w13 and w2 have x's dtype, or are packed (:func:`pack_weight`) int4 or mxfp4, or are fp8
     with float32 ``scale13``, ``scale2``: scalar, (E), per channel (E, N) or (E, N, 1), or blocks (E, ceil(N / 128),
     ceil(K / 128)). Returns (T, H) in x's dtype. Beside fp8 weights the ``generated`` backend rounds a 16-bit x and the
     activation's result to their fp8 type, with a scale per row, or per 128 of a row where the weights' scales are of blocks; where
     a GPU has few tokens (moe/small_cuda, see ``explain``) it multiplies them as they are.
 
-    activation   swiglu, geglu, geglu_tanh, reglu, swiglu_oai (``alpha`` 1.702, ``limit`` 7 unless given), or ungated:
-                 relu, relu2, gelu, gelu_tanh, silu, identity; ``limit`` clamps gate and up of a gated one
+    activation   swiglu, geglu, geglu_tanh, reglu: silu(gate) * up and so on; swiglu_oai: gate * sigmoid(alpha * gate) * (up + 1),
+                 ``alpha`` 1.702 and ``limit`` 7 unless given; or ungated: relu, relu2, gelu, gelu_tanh, silu, identity
+    limit        of gated ones: gate up to it, up to -limit .. limit
     gate_up      order of the 2 I rows of w13 and bias13: "gate_first", "up_first" or "interleaved"
     bias13, bias2   (E, 2 I) and (E, H), of x's dtype or float32
     shared       (w13 (2 Is, H), w2 (H, Is)) of x's dtype: an expert that every token takes with weight 1
-    expert_map   (E_global) int32: local number of each global id, -1 = not here; or the local ids as (first, last + 1)
-                 or a range of E numbers
+    expert_map   (E_global) int32 or int64, or a list: local number of each global id, -1 = not here; or the local ids as
+                 (first, last + 1) or a range of E numbers
     weights_on_input   the weight multiplies x instead of the expert's output
 
     An id that names no expert here is skipped (under KERNELGEN_CHECK=1 one outside 0 .. E - 1, or outside the map, is a
@@ -240,7 +242,7 @@ def describe_moe(
     for name, bias, columns in (("bias13", bias13, wide), ("bias2", bias2, hidden)):
         if bias is not None:
             _check_shape(name, bias, (experts, columns), "one row per expert")
-            _check_side_dtype(name, bias, x)
+            check_side_dtype(name, bias, x.dtype)
     scales = _recipe("scale13", scale13, w13), _recipe("scale2", scale2, w2)
     if shared13 is not None and shared2 is not None:
         _check_shared(shared13, shared2, x, halves)
@@ -306,11 +308,6 @@ def _check_float(name: str, t: torch.Tensor) -> None:
         raise DtypeError(f"{name}: got {t.dtype}, expected float64, float32, bfloat16 or float16; dequantise it first")
 
 
-def _check_side_dtype(name: str, t: torch.Tensor, main: torch.Tensor) -> None:
-    if t.dtype not in (main.dtype, torch.float32):
-        raise DtypeError(f"{name}: got {t.dtype}, expected {main.dtype} or torch.float32; convert with .to()")
-
-
 def _check_activation(activation: str, alpha: float | None, limit: float | None, gate_up: str) -> int:
     """2 for a gated activation, else 1."""
     check_option("activation", activation, ACTIVATIONS)
@@ -326,7 +323,7 @@ def _check_dtypes(
     x: torch.Tensor, w13: Weight, w2: Weight, weights: torch.Tensor, scale13: Scale | None, scale2: Scale | None,
 ) -> None:
     _check_float("x", x)
-    _check_side_dtype("weights", weights, x)
+    check_side_dtype("weights", weights, x.dtype)
     if isinstance(w13, PackedWeight) or isinstance(w2, PackedWeight):
         if not (isinstance(w13, PackedWeight) and isinstance(w2, PackedWeight)):
             raise DtypeError("got one packed weight of w13 and w2, expected both packed or neither")

@@ -20,6 +20,7 @@ from kernelgen.ops.checks import (
     check_no_output_with_grad,
     check_output,
     check_rank,
+    check_side_dtype,
     check_tensors,
     meeting_any,
     shape_text,
@@ -267,8 +268,7 @@ def _check_weights(weights: torch.Tensor | None, slots: torch.Tensor, dtype: tor
     check_tensors(weights=weights, ids=slots)
     if weights.shape != slots.shape:
         raise ShapeError(f"weights: got shape {shape_text(weights)}, expected {tuple(slots.shape)}, that of the sorted ids")
-    if weights.dtype not in (dtype, torch.float32):
-        raise DtypeError(f"weights: got {weights.dtype}, expected {dtype} or torch.float32; convert with .to()")
+    check_side_dtype("weights", weights, dtype)
     check_last_contiguous(weights=weights)
 
 
