@@ -59,8 +59,8 @@ def moe(
     """out[t] = sum over slots s of weights[t, s] * (act(x[t] w13[e]^T + bias13[e]) w2[e]^T + bias2[e]) with e = ids[t, s].
 
     x (T, H) float64, float32, bfloat16 or float16; w13 (E, 2 I, H), or (E, I, H) for an ungated activation; w2 (E, H, I); weights
-    (T, k) float32 or x's dtype; ids (T, k) int32 or int64. w13 and w2 have x's dtype, or are packed (:func:`pack_weight`) int4 or mxfp4, or are fp8
-    with float32 ``scale13``, ``scale2``: scalar, (E), per channel (E, N) or (E, N, 1), or blocks (E, ceil(N / 128),
+    (T, k) float32 or x's dtype; ids (T, k) int32 or int64. w13 and w2 have x's dtype, or are packed (:func:`pack_weight`) int4 or
+    mxfp4, or are fp8 with float32 ``scale13``, ``scale2``: scalar, (E), per channel (E, N) or (E, N, 1), or blocks (E, ceil(N / 128),
     ceil(K / 128)). Returns (T, H) in x's dtype. Beside fp8 weights the ``generated`` backend rounds a 16-bit x and the
     activation's result to their fp8 type, with a scale per row, or per 128 of a row where the weights' scales are of blocks; where
     a GPU has few tokens (moe/small_cuda, see ``explain``) it multiplies them as they are.
