@@ -1,0 +1,267 @@
+// out = activation(a @ b + bias) on Hopper for 16-bit rows of a beside a packed 4-bit b: TMA, WGMMA, one persistent block per SM.
+//
+// The product is computed transposed, b^T a^T: columns of b are the 64 rows of a WGMMA, whose A operand comes from registers, where codes
+// become 16-bit floats on their way; rows of a are its N, kTokens of them. So a code is decoded once for all rows of the tile, and
+// nothing of it goes back to shared memory:
+//
+//   producer   for every tile, for every stage: wait until it is empty; TMA rows of a and codes, as they lie in memory -> shared memory
+//   consumer   64 columns of b: for every 64 of k decode the next codes while the tensor core has those before; then the epilogue
+//              (mixed_epilogue.cuh)
+//
+// A lane has two columns of b (halves of a fragment), and of 16 neighbours of k four codes of each: byte lane % 4 of two words that its quad
+// reads together. Its scales come from global memory two pairs of blocks of 64 ahead, each lane of a quad a part (mixed_scales.cuh).
+//
+// Which columns the two are is free: those of a gate's two halves, or neighbours, so that gate and up of an output meet in one lane.
+#pragma once
+
+#include <kernelgen/gemm/dense_params.cuh>
+#include <kernelgen/gemm/mixed_codes.cuh>
+#include <kernelgen/gemm/mixed_epilogue.cuh>
+#include <kernelgen/gemm/mixed_scales.cuh>
+#include <kernelgen/gemm/tiles_sm90.cuh>
+#include <kernelgen/sm90/control.cuh>
+#include <kernelgen/sm90/pipeline.cuh>
+#include <kernelgen/sm90/smem_tile.cuh>
+#include <kernelgen/sm90/wgmma.cuh>
+
+namespace kernelgen {
+
+// `Options` is the rendered file's struct of compile-time constants: Element (of a), Code (int4_code or e2m1), ScaleB, Out, Bias; kTokens
+// (rows of a tile), kConsumers, kBlocksK (64s of k of a stage: 1 or 2), kStages, kBandRows; kGroup (codes that share a scale), kZero;
+// kBias, kActivation, kGate, kClamped, kVectorOut, kGrouping
+template <class Options>
+struct MixedSm90 : Options {
+  using T = typename Options::Element;
+  using Options::kBlocksK;
+  using Options::kConsumers;
+  using Options::kStages;
+  using Options::kTokens;
+  using Epilogue = MixedEpilogue<Options>;
+  using Scales = MixedScales<Options>;
+  using Codes = MixedCodes<T, typename Options::Code, Options::kZero>;
+
+  static constexpr int kThreads = (kConsumers + 1) * kWarpgroupThreads;
+  static constexpr Grouping kGrouping = Options::kGrouping;
+  static constexpr bool kRowGroups = kGrouping != Grouping::kNone, kSplit = Epilogue::kSplit;
+  static_assert(kGrouping != Grouping::kDepth, "groups of k are not in this kernel");
+  // What tiles_sm90.cuh asks for: rows of a along m, columns of b along n.
+  static constexpr int kBlockM = kTokens, kRows = kConsumers * kMmaRows, kOutputs = Epilogue::kOutputs;
+  static constexpr int kClusterM = 1, kClusterN = 1, kSplitK = 1, kAlignedElements = 8;
+  using Tiles = typename tiles_of_grouping<MixedSm90<Options>, kGrouping, kRowGroups>::type;
+
+  static constexpr int kBlock = 64, kDepth = kBlocksK * kBlock;  // of k: 128 bytes of a row of a; of a stage
+  using TileA = SmemTile<T, kTokens, kBlock, true>;
+  using Product = Wgmma<T, kTokens>;
+  using Ring = Pipeline<kStages, 4 * kConsumers>;
+  static constexpr int kCodeRowBytes = kDepth / 2, kCodeBytes = kRows * kCodeRowBytes, kBytesA = kBlocksK * TileA::kBytes;
+  static constexpr int kStageBytes = kBytesA + kCodeBytes;
+  static_assert(sizeof(T) == 2 && (kBlocksK == 1 || kBlocksK == 2), "a stage has rows of 32 or 64 bytes of codes");
+  static_assert(kStageBytes % kSwizzleAtomBytes == 0, "tiles begin at whole groups of eight rows");
+
+  static constexpr int kProducerRegisters = kConsumers == 1 ? 56 : 40, kConsumerRegisters = kConsumers == 1 ? 240 : 232;
+  static constexpr int kStoreAt = kStages * kStageBytes;
+  static constexpr int kBarriersAt = kStoreAt + kConsumers * Epilogue::kStoreBytes;
+  static constexpr int kSharedBytes = kBarriersAt + round_up(Ring::kBytes, 128);
+
+  static constexpr int kBoxA = !kRowGroups ? kTokens : kTokens % 32 == 0 ? 32 : 16;  // groups of few rows need few boxes
+  static constexpr int kBoxB = kSplit ? kRows / 2 : kRows;
+  static_assert(kTokens % kBoxA == 0 && kBoxA % 8 == 0, "a tile of a falls into boxes");
+
+  // By one warp, of which one lane starts the copies.
+  __device__ static void produce(const DenseSm90Params& p, const Ring& ring, uint32_t shared, Tiles tiles) {
+    const bool leader = elect_one();
+    constexpr int kBoxes = kTokens / kBoxA;
+    typename Ring::Position at;
+    OutputTile tile;
+    for (int index = blockIdx.x; tiles.find(p, index, tile); index += gridDim.x) {
+      if (!leader) continue;
+      const int boxes = kRowGroups ? min(kBoxes, ceil_div(tile.row_end - tile.m, kBoxA)) : kBoxes;
+      const int bytes = kBytesA / kBoxes * boxes + kCodeBytes;
+      for (int k = 0; k < p.k; k += kDepth) {
+        ring.wait_empty(at);
+        ring.expect(at, bytes);
+        const uint32_t stage = shared + at.stage * kStageBytes, barrier = ring.full(at.stage);
+#pragma unroll
+        for (int row = 0; row < kRows; row += kBoxB) {
+          tma_load(stage + kBytesA + row * kCodeRowBytes, p.map_b, barrier, k / 2, Epilogue::column_of_b(p, tile.n, row), tile.batch_b);
+        }
+#pragma unroll
+        for (int block = 0; block < kBlocksK; ++block) {
+#pragma unroll
+          for (int i = 0; i < kBoxes; ++i) {
+            if (kRowGroups && i >= boxes) break;
+            tma_load(stage + block * TileA::kBytes + i * kBoxA * kSwizzleRowBytes, p.map_a, barrier, k + block * kBlock,
+                     tile.m + i * kBoxA, tile.batch_a);
+          }
+        }
+        at.advance();
+      }
+    }
+    __syncwarp();  // what follows takes whole warps
+  }
+
+  using Sums = float[kTokens / 2];
+  using Fragments = uint32_t[TileA::kSteps][4];
+
+  // Codes of one column of the tile, 64 of k, all that the quad reads: TMA exchanges 16-byte pieces so that the eight columns that are
+  // read together lie in different banks (PTX ISA, "Swizzling Modes", 32 and 64 bytes).
+  __device__ static void load_codes(uint32_t (&words)[8], uint32_t codes, int row, int block) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int piece = kBlocksK == 1 ? i ^ (row / 4 & 1) : (2 * block + i) ^ (row / 2 & 3);
+      uint32_t part[4];
+      load_chunk(part, codes + row * kCodeRowBytes + piece * 16);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) words[4 * i + j] = part[j];
+    }
+  }
+
+  // The fragments of 64 of k: block `block` of the stage, and of the pair whose scales `scales` has.
+  __device__ static void decode(Fragments& fragments, uint32_t stage, int stage_block, const typename Scales::Pair& scales, int block,
+                                const int (&rows)[2], uint32_t selector) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t words[8];
+      load_codes(words, stage + kBytesA, rows[half], stage_block);
+      typename Scales::Block own;
+      own.find(scales, half, block);
+#pragma unroll
+      for (int word = 0; word < 8; ++word) {
+        constexpr int kWordsOfGroup = min_of(Options::kGroup, kBlock) / 8;
+        const int group = word / kWordsOfGroup;
+        fragments[word / 2][half + word % 2 * 2] = Codes::decode(words[word], selector, own.scales[group], own.zeros[group]);
+      }
+    }
+  }
+
+  __device__ static void hold_fragments(Fragments& fragments) {
+#pragma unroll
+    for (int step = 0; step < TileA::kSteps; ++step) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(fragments[step][i])::"memory");
+    }
+  }
+
+  __device__ static void multiply(Sums& sums, const Fragments& fragments, uint32_t tile, bool keep) {
+    hold(sums);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < TileA::kSteps; ++step) {
+      Product::template registers<0>(sums, fragments[step], TileA::descriptor(tile, 0, step), keep || step > 0);
+    }
+    wgmma_commit();
+  }
+
+  // Of this thread: its place, and what is ahead of the tile's first products.
+  struct Thread {
+    int rows[2];        // of the tile's columns of b
+    uint32_t selector;  // of its byte of a word
+  };
+
+  // All products of a tile. Blocks of k go in pairs, one in each set of fragments; what is in flight has the other set.
+  __device__ static void accumulate(Sums& sums, const DenseSm90Params& p, const Ring& ring, uint32_t shared, typename Ring::Position& at,
+                                    const Thread& thread, Scales& scales) {
+    Fragments even, odd;
+    typename Scales::Pair pair;
+    const int blocks = ceil_div(p.k, kBlock);
+    int unread = -1;  // the stage whose products may be in flight
+    int block = 0;
+    for (; block + 1 < blocks + (kBlocksK - 1); block += 2) {
+      scales.next(pair, p);
+      ring.wait_full(at);
+      const uint32_t first = shared + at.stage * kStageBytes;
+      decode(even, first, 0, pair, 0, thread.rows, thread.selector);
+      multiply(sums, even, first, unread >= 0);
+      if (unread >= 0) {
+        wgmma_wait<1>();
+        hold_fragments(odd);
+        ring.release(unread);
+      }
+      uint32_t second = first + TileA::kBytes;
+      int stage = at.stage;
+      at.advance();
+      if constexpr (kBlocksK == 1) {
+        ring.wait_full(at);
+        second = shared + at.stage * kStageBytes;
+        unread = stage;
+        stage = at.stage;
+        at.advance();
+      }
+      decode(odd, kBlocksK == 1 ? second : first, kBlocksK - 1, pair, 1, thread.rows, thread.selector);
+      multiply(sums, odd, second, true);
+      wgmma_wait<1>();
+      hold_fragments(even);
+      if constexpr (kBlocksK == 1) ring.release(unread);
+      unread = stage;
+    }
+    if (kBlocksK == 1 && block < blocks) {
+      scales.next(pair, p);
+      ring.wait_full(at);
+      const uint32_t first = shared + at.stage * kStageBytes;
+      decode(even, first, 0, pair, 0, thread.rows, thread.selector);
+      multiply(sums, even, first, unread >= 0);
+      if (unread >= 0) {
+        wgmma_wait<1>();
+        hold_fragments(odd);
+        ring.release(unread);
+      }
+      unread = at.stage;
+      at.advance();
+    }
+    wgmma_wait<0>();
+    hold(sums);
+    ring.release(unread);
+  }
+
+  __device__ static void consume(const DenseSm90Params& p, const Ring& ring, uint32_t shared, Tiles tiles, int group) {
+    typename Ring::Position at;
+    Thread thread;
+    for (int half = 0; half < 2; ++half) thread.rows[half] = Epilogue::row_of_thread(group, half);
+    thread.selector = Codes::selector(lane_id() % 4);
+    const Epilogue epilogue{shared + kStoreAt + group * Epilogue::kStoreBytes, group};
+    Sums sums;
+    OutputTile tile;
+    for (int index = blockIdx.x; tiles.find(p, index, tile); index += gridDim.x) {
+      Scales scales;
+      scales.begin(p, tile, thread.rows);
+      const typename Epilogue::Biases biases = Epilogue::biases_of(p, tile, thread.rows);
+      accumulate(sums, p, ring, shared, at, thread, scales);
+      epilogue.run(p, tile, sums, biases);
+    }
+  }
+
+  __device__ static Tiles first_tiles() {
+    if constexpr (kRowGroups) {
+      return {};
+    } else {
+      return {0, 0, 0};
+    }
+  }
+
+  __device__ static void run(const DenseSm90Params& p) {
+    extern __shared__ __align__(1024) char dynamic_shared[];
+    const uint32_t shared = shared_address(dynamic_shared);
+    const Ring ring{shared + kBarriersAt};
+    const int warp = warp_id(), group = warp / 4;
+    if (threadIdx.x == 0) {
+      ring.init();
+      barrier_init_fence();
+    }
+    if (threadIdx.x == 32) {
+      tma_prefetch_map(p.map_a);
+      tma_prefetch_map(p.map_b);
+    }
+    __syncthreads();
+    wait_for_previous_kernel();
+    start_next_kernel();
+    if (group == kConsumers) {
+      give_registers<kProducerRegisters>();
+      if (warp == 4 * kConsumers) produce(p, ring, shared, first_tiles());
+    } else {
+      take_registers<kConsumerRegisters>();
+      consume(p, ring, shared, first_tiles(), group);
+    }
+  }
+};
+
+}  // namespace kernelgen
