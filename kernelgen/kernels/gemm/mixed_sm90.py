@@ -85,8 +85,8 @@ def supports_mixed(problem: GemmProblem, target: Target, name: str) -> Verdict:
         (p.a_dtype == "bf16" or p.a_dtype == "fp16" and p.weight_format == "int4" and p.scale_dtype == "fp16",
          f"a is {p.a_dtype} beside {p.weight_format} with scales of {p.scale_dtype}: {name} multiplies codes by their scales in a's type, "
          "and only bf16 holds all of them"),
-        (p.weight_format != "int4" or p.out_dtype in ("bf16", "fp16"),
-         f"out dtype {p.out_dtype}: {name} rounds int4 codes times their scale to 16 bits, which a float32 result would show"),
+        (p.weight_format != "int4" or p.out_dtype in ("bf16", p.a_dtype),
+         f"out dtype {p.out_dtype}: {name} rounds int4 codes times their scale to {p.a_dtype}, which a wider result would show"),
         (p.out_scale is None and p.out_dtype in _OUTPUTS, f"out dtype {p.out_dtype} with out_scale={p.out_scale} is not in {name}"),
         (not p.accumulate_c, f"c is not in {name}"),
         (not p.gathered, f"gathered rows are not in {name}"),
@@ -187,7 +187,7 @@ def closure(problem: GemmProblem, config: Config, kernel: Any, tensors: Any, til
     row_bytes = c.blocks_k * _BLOCK // 2
     maps = [tensor_map("map_a", "a", t.a, (_BLOCK, box_a)),
             tensor_map("map_b", "b", t.b, (row_bytes, c.block_n // (2 if splits(p) else 1)), row_bytes=row_bytes)]
-    sms = target_of(t.a.device).sm_count if t.a.device.type == "cuda" else 3
+    sms = target_of(t.a.device).sm_count
     launch = kernel.prepare(
         t.a.device.index or 0, grid=(min(tiles, max(1, sms)), 1, 1), block=(128 * (c.consumers + 1), 1, 1), programmatic=True,
         shared_memory=shared_memory(p, c), tensor_maps=maps)

@@ -136,10 +136,7 @@ struct MixedSm90 : Options {
 
   __device__ static void hold_fragments(Fragments& fragments) {
 #pragma unroll
-    for (int step = 0; step < TileA::kSteps; ++step) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(fragments[step][i])::"memory");
-    }
+    for (int step = 0; step < TileA::kSteps; ++step) hold(fragments[step]);
   }
 
   __device__ static void multiply(Sums& sums, const Fragments& fragments, uint32_t tile, bool keep) {

@@ -1,0 +1,58 @@
+"""gemm/mixed_sm90 and its grouped form on the CPU, lane by lane: decoding, scales, orders, tails, groups, waits and barriers.
+
+Every case runs with boxes that land at once and with boxes that land only when waited for; see cuda_emulator.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kernelgen.kernels.gemm import grouped_mixed_sm90, mixed_sm90
+from kernelgen.kernels.gemm.mixed_sm90 import Config
+from kernelgen.settings import settings
+from kernelgen.targets import Target
+from kernelgen.testing.cuda_emulator import EmulatedKernel
+from kernelgen.testing.grouped_products import Grouped, run_grouped
+from kernelgen.testing.mma_products import Product, run_product
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+TARGET = Target.parse("sm_90a")
+CASES = {
+    "mxfp4, odd blocks": (Product(21, 136, 352, "bf16", weight="mxfp4"), Config(16, 3)),
+    "mxfp4, exact": (Product(5, 72, 416, "bf16", weight="mxfp4", whole=True, out="fp32"), Config(16, 2, 2)),
+    "zeros": (Product(40, 72, 288, "bf16", weight="int4", symmetric=False, bias="fp32", activation="gelu"), Config(48, 3, 2, 1)),
+    "fp16, groups of 32, up first": (Product(33, 80, 160, "fp16", weight="int4", group=32, symmetric=False, out="fp16",
+                                             activation="geglu", gate_up="up_first"), Config(64, 2)),
+    "groups of 64, no vectors": (Product(19, 104, 96, "bf16", weight="int4", group=64, activation="swiglu",
+                                         gate_up="interleaved"), Config(32, 3, 2)),
+}
+GROUPS = {
+    "rows": (Grouped("rows", (17, 0, 40, 1), Product(0, 144, 160, "bf16", weight="mxfp4", bias="bf16", activation="swiglu")),
+             Config(32, 3)),
+    "masked": (Grouped("masked", (3, 20, 0), Product(0, 72, 96, "bf16", weight="int4", activation="swiglu",
+                                                     gate_up="interleaved")), Config(16, 4, 1, 1)),
+}
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return settings().cache_dir / "emulated"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_product(name: str, folder: Path) -> None:
+    case, config = CASES[name]
+    for lazy in (False, True):
+        run_product(case, mixed_sm90.FAMILY, TARGET, lambda spec, lazy=lazy: EmulatedKernel(spec, folder, lazy, case.seed), config)
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_groups(name: str, folder: Path) -> None:
+    case, config = GROUPS[name]
+    for lazy in (False, True):
+        run_grouped(case, grouped_mixed_sm90.FAMILY, TARGET,
+                    lambda spec, lazy=lazy: EmulatedKernel(spec, folder, lazy, case.product.seed), config)
