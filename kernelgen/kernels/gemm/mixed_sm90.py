@@ -106,8 +106,8 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
     """Does the config fit the problem and the target: registers, shared memory, boxes?"""
     c, shared = config, shared_memory(problem, config)
     return first_no(
-        (c.consumers in (1, 2) and c.blocks_k in (1, 2) and c.stages >= 2 and c.band_rows >= 1,
-         f"config {c}: expected 1 or 2 consumers, 1 or 2 blocks of k in a stage and 2 stages or more"),
+        (1 <= c.consumers <= 4 and c.blocks_k in (1, 2) and c.stages >= 2 and c.band_rows >= 1,
+         f"config {c}: expected 1 to 4 consumers, 1 or 2 blocks of k in a stage and 2 stages or more"),
         (c.tokens % 16 == 0 and 16 <= c.tokens <= 256, f"config {c}: a tile has 16 to 256 rows, in steps of 16"),
         (shared <= target.shared_memory_per_block,
          f"config {c} needs {shared} bytes of shared memory, {target} has {target.shared_memory_per_block}"),

@@ -58,7 +58,9 @@ struct MixedSm90 : Options {
   static_assert(sizeof(T) == 2 && (kBlocksK == 1 || kBlocksK == 2), "a stage has rows of 32 or 64 bytes of codes");
   static_assert(kStageBytes % kSwizzleAtomBytes == 0, "tiles begin at whole groups of eight rows");
 
-  static constexpr int kProducerRegisters = kConsumers == 1 ? 56 : 40, kConsumerRegisters = kConsumers == 1 ? 240 : 232;
+  // 65,536 / 128 = 512 for the warpgroups of an SM together; ptxas gives four consumers 96 each.
+  static constexpr int kProducerRegisters = kConsumers == 1 ? 56 : kConsumers == 2 ? 40 : kConsumers == 3 ? 32 : 24;
+  static constexpr int kConsumerRegisters = kConsumers == 1 ? 240 : kConsumers == 2 ? 232 : kConsumers == 3 ? 160 : 120;
   static constexpr int kStoreAt = kStages * kStageBytes;
   static constexpr int kBarriersAt = kStoreAt + kConsumers * Epilogue::kStoreBytes;
   static constexpr int kSharedBytes = kBarriersAt + round_up(Ring::kBytes, 128);
