@@ -118,21 +118,29 @@ struct MixedSm90 : Options {
     }
   }
 
-  // The fragments of 64 of k: block `block` of the stage, and of the pair whose scales `scales` has.
-  __device__ static void decode(Fragments& fragments, uint32_t stage, int stage_block, const typename Scales::Pair& scales, int block,
-                                const int (&rows)[2], uint32_t selector) {
+  // Of a thread and 64 of k: words of its two columns, and their scales.
+  struct Codes64 {
+    uint32_t words[2][8];
+    typename Scales::Block scales[2];
+  };
+
+  // Those of block `stage_block` of the stage, and of block `block` of the pair that `scales` has.
+  __device__ static void load(Codes64& codes, uint32_t stage, int stage_block, const typename Scales::Pair& scales, int block,
+                              const int (&rows)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      uint32_t words[8];
-      load_codes(words, stage + kBytesA, rows[half], stage_block);
-      typename Scales::Block own;
-      own.find(scales, half, block);
+      load_codes(codes.words[half], stage + kBytesA, rows[half], stage_block);
+      codes.scales[half].find(scales, half, block);
+    }
+  }
+
+  __device__ static void decode(uint32_t (&fragment)[4], const Codes64& codes, int step, uint32_t selector) {
+    constexpr int kStepsOfGroup = min_of(Options::kGroup, kBlock) / TileA::kStepElements;
 #pragma unroll
-      for (int word = 0; word < 8; ++word) {
-        constexpr int kWordsOfGroup = min_of(Options::kGroup, kBlock) / 8;
-        const int group = word / kWordsOfGroup;
-        fragments[word / 2][half + word % 2 * 2] = Codes::decode(words[word], selector, own.scales[group], own.zeros[group]);
-      }
+    for (int i = 0; i < 4; ++i) {
+      const typename Scales::Block& own = codes.scales[i % 2];
+      fragment[i] = Codes::decode(codes.words[i % 2][2 * step + i / 2], selector, own.scales[step / kStepsOfGroup],
+                                  own.zeros[step / kStepsOfGroup]);
     }
   }
 
@@ -141,14 +149,17 @@ struct MixedSm90 : Options {
     for (int step = 0; step < TileA::kSteps; ++step) hold(fragments[step]);
   }
 
-  __device__ static void multiply(Sums& sums, const Fragments& fragments, uint32_t tile, bool keep) {
-    hold(sums);
-    wgmma_fence();
+  // The products of 64 of k, a group for each step: while one runs, the codes of the next are decoded. (A warp that issues a product with
+  // registers waits until the one before it has taken its own; all four together had left no time for decoding.)
+  __device__ static void multiply(Sums& sums, Fragments& fragments, const Codes64& codes, uint32_t tile, uint32_t selector, bool keep) {
 #pragma unroll
     for (int step = 0; step < TileA::kSteps; ++step) {
+      decode(fragments[step], codes, step, selector);
+      hold(sums);
+      wgmma_fence();
       Product::template registers<0>(sums, fragments[step], TileA::descriptor(tile, 0, step), keep || step > 0);
+      wgmma_commit();
     }
-    wgmma_commit();
   }
 
   // Of this thread: its place, and what is ahead of the tile's first products.
@@ -162,6 +173,7 @@ struct MixedSm90 : Options {
                                     const Thread& thread, Scales& scales) {
     Fragments even, odd;
     typename Scales::Pair pair;
+    Codes64 codes;
     const int blocks = ceil_div(p.k, kBlock);
     int unread = -1;  // the stage whose products may be in flight
     int block = 0;
@@ -169,10 +181,10 @@ struct MixedSm90 : Options {
       scales.next(pair, p);
       ring.wait_full(at);
       const uint32_t first = shared + at.stage * kStageBytes;
-      decode(even, first, 0, pair, 0, thread.rows, thread.selector);
-      multiply(sums, even, first, unread >= 0);
+      load(codes, first, 0, pair, 0, thread.rows);
+      multiply(sums, even, codes, first, thread.selector, unread >= 0);
       if (unread >= 0) {
-        wgmma_wait<1>();
+        wgmma_wait<TileA::kSteps>();
         hold_fragments(odd);
         ring.release(unread);
       }
@@ -186,9 +198,9 @@ struct MixedSm90 : Options {
         stage = at.stage;
         at.advance();
       }
-      decode(odd, kBlocksK == 1 ? second : first, kBlocksK - 1, pair, 1, thread.rows, thread.selector);
-      multiply(sums, odd, second, true);
-      wgmma_wait<1>();
+      load(codes, kBlocksK == 1 ? second : first, kBlocksK - 1, pair, 1, thread.rows);
+      multiply(sums, odd, codes, second, thread.selector, true);
+      wgmma_wait<TileA::kSteps>();
       hold_fragments(even);
       if constexpr (kBlocksK == 1) ring.release(unread);
       unread = stage;
@@ -197,10 +209,10 @@ struct MixedSm90 : Options {
       scales.next(pair, p);
       ring.wait_full(at);
       const uint32_t first = shared + at.stage * kStageBytes;
-      decode(even, first, 0, pair, 0, thread.rows, thread.selector);
-      multiply(sums, even, first, unread >= 0);
+      load(codes, first, 0, pair, 0, thread.rows);
+      multiply(sums, even, codes, first, thread.selector, unread >= 0);
       if (unread >= 0) {
-        wgmma_wait<1>();
+        wgmma_wait<TileA::kSteps>();
         hold_fragments(odd);
         ring.release(unread);
       }
@@ -219,13 +231,19 @@ struct MixedSm90 : Options {
     thread.selector = Codes::selector(lane_id() % 4);
     const Epilogue epilogue{shared + kStoreAt + group * Epilogue::kStoreBytes, group};
     Sums sums;
-    OutputTile tile;
-    for (int index = blockIdx.x; tiles.find(p, index, tile); index += gridDim.x) {
-      Scales scales;
-      scales.begin(p, tile, thread.rows);
+    OutputTile tile, next;
+    Scales scales;
+    int index = blockIdx.x;
+    bool more = tiles.find(p, index, tile);
+    if (more) scales.begin(p, tile, thread.rows);
+    while (more) {
       const typename Epilogue::Biases biases = Epilogue::biases_of(p, tile, thread.rows);
       accumulate(sums, p, ring, shared, at, thread, scales);
+      index += gridDim.x;
+      more = tiles.find(p, index, next);
+      if (more) scales.begin(p, next, thread.rows);  // the next tile's first scales come in behind the epilogue
       epilogue.run(p, tile, sums, biases);
+      tile = next;
     }
   }
 
