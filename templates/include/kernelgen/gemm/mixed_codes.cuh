@@ -13,13 +13,9 @@ struct MixedCodes {
   static constexpr bool kInt4 = is_same_v<Code, int4_code>;
   static_assert(kInt4 || is_same_v<T, bf16>, "a scale of mxfp4 is a bf16, and may be no fp16");
 
-  // For byte `place` of a word.
-  __device__ static uint32_t selector(int place) { return 0x4440u | static_cast<uint32_t>(place); }
-
   // The byte's codes, the lower nibble first, each minus 8 or plus what `negative_zero` holds, times `scale`, which holds it twice. mxfp4 is
   // exact; int4 is rounded once.
-  __device__ static uint32_t decode(uint32_t word, uint32_t selector, uint32_t scale, uint32_t negative_zero) {
-    const uint32_t byte = __byte_perm(word, 0, selector);
+  __device__ static uint32_t decode(uint32_t byte, uint32_t scale, uint32_t negative_zero) {
     if constexpr (kInt4) {
       const uint32_t raised = masked_or(byte * 0x1001u, 0x000f000fu, kNibbleBase<T>);
       uint32_t value;

@@ -34,13 +34,17 @@ struct MixedEpilogue {
   uint32_t slab;  // shared address of this warpgroup's
   int group;      // of the block's consumers
 
+  // Of neighbours the lower four lanes of a column's eight have the even one, the gate, first, the others second: else codes of even
+  // columns alone would be read together, which lie in half of the banks.
+  __device__ static bool exchanged() { return kGate == Gate::kInterleaved && lane_id() / 16 != 0; }
+
   // The tile's column of b that half `half` of a fragment has in this thread.
   __device__ static int row_of_thread(int group, int half) {
     const int warp = threadIdx.x / 32 % 4, row = lane_id() / 4;
     if constexpr (kSplit) {
       return half * kOutputs + group * kGroupOutputs + warp * 8 + row;
     } else if constexpr (kGated) {
-      return group * kMmaRows + warp * 16 + 2 * row + half;
+      return group * kMmaRows + warp * 16 + 2 * row + (half ^ static_cast<int>(exchanged()));
     } else {
       return group * kMmaRows + warp * 16 + half * 8 + row;
     }
@@ -78,7 +82,8 @@ struct MixedEpilogue {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if constexpr (kGated) {
-        y[i] = i < 2 ? activate_gate<Options::kActivation, Options::kClamped>(x[i % 2], x[2 + i % 2], p.alpha, p.limit) : 0.0f;
+        const float gate = exchanged() ? x[2 + i % 2] : x[i % 2], up = exchanged() ? x[i % 2] : x[2 + i % 2];
+        y[i] = i < 2 ? activate_gate<Options::kActivation, Options::kClamped>(gate, up, p.alpha, p.limit) : 0.0f;
       } else {
         y[i] = activate<Options::kActivation>(x[i]);
       }

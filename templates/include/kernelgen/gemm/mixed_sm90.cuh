@@ -8,8 +8,7 @@
 //   consumer   64 columns of b: for every 64 of k decode the next codes while the tensor core has those before; then the epilogue
 //              (mixed_epilogue.cuh)
 //
-// A lane has two columns of b (halves of a fragment), and of 16 neighbours of k four codes of each: byte lane % 4 of two words that its quad
-// reads together. Its scales come from global memory two pairs of blocks of 64 ahead, each lane of a quad a part (mixed_scales.cuh).
+// A lane has two columns of b (halves of a fragment), and of 16 neighbours of k four codes of each: byte lane % 4 of two words. Its scales come from global memory two pairs of blocks of 64 ahead, each lane of a quad a part (mixed_scales.cuh).
 //
 // Which columns the two are is free: those of a gate's two halves, or neighbours, so that gate and up of an output meet in one lane.
 #pragma once
@@ -105,22 +104,22 @@ struct MixedSm90 : Options {
   using Sums = float[kTokens / 2];
   using Fragments = uint32_t[TileA::kSteps][4];
 
-  // Codes of one column of the tile, 64 of k, all that the quad reads: TMA exchanges 16-byte pieces so that the eight columns that are
-  // read together lie in different banks (PTX ISA, "Swizzling Modes", 32 and 64 bytes).
-  __device__ static void load_codes(uint32_t (&words)[8], uint32_t codes, int row, int block) {
+  // Of one column of the tile and 64 of k, this lane's bytes: one of each eight codes. (A load of a byte takes no integer instruction; of a
+  // whole word, which the quad reads together, its byte does.) TMA exchanges 16-byte pieces so that the eight columns that are read
+  // together lie in different banks (PTX ISA, "Swizzling Modes", 32 and 64 bytes).
+  __device__ static void load_codes(uint32_t (&bytes)[8], uint32_t codes, int row, int block) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int piece = kBlocksK == 1 ? i ^ (row / 4 & 1) : (2 * block + i) ^ (row / 2 & 3);
-      uint32_t part[4];
-      load_chunk(part, codes + row * kCodeRowBytes + piece * 16);
+      const uint32_t from = codes + row * kCodeRowBytes + piece * 16 + lane_id() % 4;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) words[4 * i + j] = part[j];
+      for (int j = 0; j < 4; ++j) bytes[4 * i + j] = load_byte(from + 4 * j);
     }
   }
 
-  // Of a thread and 64 of k: words of its two columns, and their scales.
+  // Of a thread and 64 of k: codes of its two columns, and their scales.
   struct Codes64 {
-    uint32_t words[2][8];
+    uint32_t bytes[2][8];
     typename Scales::Block scales[2];
   };
 
@@ -129,18 +128,17 @@ struct MixedSm90 : Options {
                               const int (&rows)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      load_codes(codes.words[half], stage + kBytesA, rows[half], stage_block);
+      load_codes(codes.bytes[half], stage + kBytesA, rows[half], stage_block);
       codes.scales[half].find(scales, half, block);
     }
   }
 
-  __device__ static void decode(uint32_t (&fragment)[4], const Codes64& codes, int step, uint32_t selector) {
+  __device__ static void decode(uint32_t (&fragment)[4], const Codes64& codes, int step) {
     constexpr int kStepsOfGroup = min_of(Options::kGroup, kBlock) / TileA::kStepElements;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const typename Scales::Block& own = codes.scales[i % 2];
-      fragment[i] = Codes::decode(codes.words[i % 2][2 * step + i / 2], selector, own.scales[step / kStepsOfGroup],
-                                  own.zeros[step / kStepsOfGroup]);
+      fragment[i] = Codes::decode(codes.bytes[i % 2][2 * step + i / 2], own.scales[step / kStepsOfGroup], own.zeros[step / kStepsOfGroup]);
     }
   }
 
@@ -151,10 +149,10 @@ struct MixedSm90 : Options {
 
   // The products of 64 of k, a group for each step: while one runs, the codes of the next are decoded. (A warp that issues a product with
   // registers waits until the one before it has taken its own; all four together had left no time for decoding.)
-  __device__ static void multiply(Sums& sums, Fragments& fragments, const Codes64& codes, uint32_t tile, uint32_t selector, bool keep) {
+  __device__ static void multiply(Sums& sums, Fragments& fragments, const Codes64& codes, uint32_t tile, bool keep) {
 #pragma unroll
     for (int step = 0; step < TileA::kSteps; ++step) {
-      decode(fragments[step], codes, step, selector);
+      decode(fragments[step], codes, step);
       hold(sums);
       wgmma_fence();
       Product::template registers<0>(sums, fragments[step], TileA::descriptor(tile, 0, step), keep || step > 0);
@@ -162,15 +160,9 @@ struct MixedSm90 : Options {
     }
   }
 
-  // Of this thread: its place, and what is ahead of the tile's first products.
-  struct Thread {
-    int rows[2];        // of the tile's columns of b
-    uint32_t selector;  // of its byte of a word
-  };
-
   // All products of a tile. Blocks of k go in pairs, one in each set of fragments; what is in flight has the other set.
   __device__ static void accumulate(Sums& sums, const DenseSm90Params& p, const Ring& ring, uint32_t shared, typename Ring::Position& at,
-                                    const Thread& thread, Scales& scales) {
+                                    const int (&rows)[2], Scales& scales) {
     Fragments even, odd;
     typename Scales::Pair pair;
     Codes64 codes;
@@ -181,8 +173,8 @@ struct MixedSm90 : Options {
       scales.next(pair, p);
       ring.wait_full(at);
       const uint32_t first = shared + at.stage * kStageBytes;
-      load(codes, first, 0, pair, 0, thread.rows);
-      multiply(sums, even, codes, first, thread.selector, unread >= 0);
+      load(codes, first, 0, pair, 0, rows);
+      multiply(sums, even, codes, first, unread >= 0);
       if (unread >= 0) {
         wgmma_wait<TileA::kSteps>();
         hold_fragments(odd);
@@ -198,8 +190,8 @@ struct MixedSm90 : Options {
         stage = at.stage;
         at.advance();
       }
-      load(codes, kBlocksK == 1 ? second : first, kBlocksK - 1, pair, 1, thread.rows);
-      multiply(sums, odd, codes, second, thread.selector, true);
+      load(codes, kBlocksK == 1 ? second : first, kBlocksK - 1, pair, 1, rows);
+      multiply(sums, odd, codes, second, true);
       wgmma_wait<TileA::kSteps>();
       hold_fragments(even);
       if constexpr (kBlocksK == 1) ring.release(unread);
@@ -209,8 +201,8 @@ struct MixedSm90 : Options {
       scales.next(pair, p);
       ring.wait_full(at);
       const uint32_t first = shared + at.stage * kStageBytes;
-      load(codes, first, 0, pair, 0, thread.rows);
-      multiply(sums, even, codes, first, thread.selector, unread >= 0);
+      load(codes, first, 0, pair, 0, rows);
+      multiply(sums, even, codes, first, unread >= 0);
       if (unread >= 0) {
         wgmma_wait<TileA::kSteps>();
         hold_fragments(odd);
@@ -226,22 +218,20 @@ struct MixedSm90 : Options {
 
   __device__ static void consume(const DenseSm90Params& p, const Ring& ring, uint32_t shared, Tiles tiles, int group) {
     typename Ring::Position at;
-    Thread thread;
-    for (int half = 0; half < 2; ++half) thread.rows[half] = Epilogue::row_of_thread(group, half);
-    thread.selector = Codes::selector(lane_id() % 4);
+    const int rows[2] = {Epilogue::row_of_thread(group, 0), Epilogue::row_of_thread(group, 1)};  // of the tile's columns of b
     const Epilogue epilogue{shared + kStoreAt + group * Epilogue::kStoreBytes, group};
     Sums sums;
     OutputTile tile, next;
     Scales scales;
     int index = blockIdx.x;
     bool more = tiles.find(p, index, tile);
-    if (more) scales.begin(p, tile, thread.rows);
+    if (more) scales.begin(p, tile, rows);
     while (more) {
-      const typename Epilogue::Biases biases = Epilogue::biases_of(p, tile, thread.rows);
-      accumulate(sums, p, ring, shared, at, thread, scales);
+      const typename Epilogue::Biases biases = Epilogue::biases_of(p, tile, rows);
+      accumulate(sums, p, ring, shared, at, rows, scales);
       index += gridDim.x;
       more = tiles.find(p, index, next);
-      if (more) scales.begin(p, next, thread.rows);  // the next tile's first scales come in behind the epilogue
+      if (more) scales.begin(p, next, rows);  // the next tile's first scales come in behind the epilogue
       epilogue.run(p, tile, sums, biases);
       tile = next;
     }
