@@ -16,7 +16,8 @@ from kernelgen.testing.mma_products import Product, run_product
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
 
-CONFIGS = (Config(16, 12, 2), Config(32, 3), Config(48, 6, 2, 1), Config(64, 6, 2), Config(96, 5, 1, 1), Config(160, 4), Config(256, 5))
+CONFIGS = (Config(16, 12, 2, 3, True), Config(32, 3), Config(48, 6, 2, 1, True), Config(64, 6, 2), Config(96, 5, 1, 1), Config(160, 4),
+           Config(256, 5))
 FORMS: tuple[dict[str, Any], ...] = (
     dict(weight="mxfp4"), dict(weight="int4"), dict(weight="int4", group=64, symmetric=False), dict(weight="int4", group=32),
     dict(weight="int4", group=32, symmetric=False), dict(weight="int4", a="fp16", symmetric=False), dict(weight="int4", a="fp16", group=32))

@@ -23,6 +23,7 @@ from kernelgen.tensors import GemmTensors
 from kernelgen.verdicts import Verdict, first_no
 
 ENTRY = "gemm_mixed_sm90"
+_TABLE_BYTES = 256 * 32 * 4
 _BLOCK = 64  # elements of k: kBlock of the header
 _CODES = {"int4": "int4_code", "mxfp4": "e2m1"}
 _OUTPUTS = ("bf16", "fp16", "fp32")
@@ -37,6 +38,7 @@ class Config:
     stages     of the ring
     blocks_k   64s of k of a stage
     consumers  warpgroups that multiply, 64 columns of b each
+    table      decoding by a table in shared memory
     band_rows  rows of tiles that are walked column by column
     """
 
@@ -44,10 +46,11 @@ class Config:
     stages: int
     blocks_k: int = 1
     consumers: int = 2
+    table: bool = False
     band_rows: int = 16
 
     def __str__(self) -> str:
-        return f"{self.block_n}x{self.tokens} s{self.stages} k{self.blocks_k * _BLOCK}"
+        return f"{self.block_n}x{self.tokens} s{self.stages} k{self.blocks_k * _BLOCK}{' table' if self.table else ''}"
 
     @property
     def block_m(self) -> int:
@@ -67,7 +70,7 @@ def shared_memory(problem: GemmProblem, config: Config) -> int:
     c = config
     outputs = MMA_ROWS // (2 if problem.gated else 1)
     slab = (32 if c.tokens % 32 == 0 else 16) * (outputs * DTYPES[problem.out_dtype].bytes + 16)
-    return c.stages * c.stage_bytes + c.consumers * round_up(slab, 128) + round_up(2 * c.stages * 8, 128)
+    return c.stages * c.stage_bytes + c.consumers * round_up(slab, 128) + (_TABLE_BYTES if c.table else 0) + round_up(2 * c.stages * 8, 128)
 
 
 def supports(problem: GemmProblem, target: Target) -> Verdict:
@@ -114,33 +117,36 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
     )
 
 
-# Cycles of 64 of k, as counted in the machine code: decoding two consumers' codes (one takes some two thirds); and beside the steps.
-_DECODE, _START, _END = {1: 200, 2: 300}, 700, 12
 _TOKENS = (16, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-_MAX_STAGES, _KEPT = 24, 2  # blocks_k of tiles of up to _SHALLOW rows
-_SHALLOW = 64
+_MAX_STAGES = 24
+_SHALLOW = 64  # rows of a tile up to which stages have two blocks of k, and a table decodes
+# Cycles of 64 of k: what a consumer's instructions take of a scheduler (with a table, shared memory has as much to do), at least what one
+# alone takes; the part of it that is not hidden behind products; bytes that an SM takes from L2 in one; and beside the steps, of a tile
+# and of a row.
+_DECODING, _WITH_TABLE, _ALONE, _BESIDE, _INGEST, _START, _ROW = 170, 130, 260, 0.4, 45, 900, 12
 
 
 def _configs(problem: GemmProblem, target: Target) -> Iterator[Config]:
     """With as many stages as fit."""
     for tokens in _TOKENS:
-        for consumers in (2, 1):
-            blocks_k = 2 if tokens <= _SHALLOW else 1
-            configs = (Config(tokens, stages, blocks_k, consumers) for stages in range(_MAX_STAGES, 2, -1))
+        few = tokens <= _SHALLOW
+        for consumers in (3, 2, 1) if few else (2, 1):
+            configs = (Config(tokens, stages, 2 if few else 1, consumers, few) for stages in range(_MAX_STAGES, 2, -1))
             config = next((c for c in configs if legal(problem, target, c)), None)
             if config:
                 yield config
 
 
 def cost(problem: GemmProblem, target: Target, config: Config, tiles_m: float, rounds: bool) -> float:
-    """Cycles of the busiest SM, by what the tensor core, the decoding and memory take; reasoned. ``tiles_m``: of rows, all in all;
-    ``rounds``: whole rounds of tiles, as their number is known."""
+    """Cycles of the busiest SM, by what the tensor core, the decoding and L2 take; reasoned from instructions. ``tiles_m``: of rows, all in
+    all; ``rounds``: whole rounds of tiles, as their number is known."""
     p, c, sms = problem, config, target.sm_count or 132
     tiles = tiles_m * -(-p.n // c.block_n)
-    each = max(1.0, tiles / sms)
-    each = float(-(-tiles // sms)) if rounds else each
-    step = max(2.0 * c.consumers * c.tokens, _DECODE[c.consumers], (c.block_n * _BLOCK // 2 + c.tokens * 2 * _BLOCK) / 40)
-    return each * (-(-p.k // _BLOCK) * step + _START + _END * c.tokens)
+    each = float(-(-tiles // sms)) if rounds else max(1.0, tiles / sms)
+    decoding = max(_ALONE, c.consumers * (_WITH_TABLE if c.table else _DECODING))
+    multiplying, loading = 2.2 * c.consumers * c.tokens, (c.block_n * _BLOCK // 2 + c.tokens * 2 * _BLOCK) / _INGEST
+    step = max(max(multiplying, decoding) + _BESIDE * min(multiplying, decoding), loading)
+    return each * (-(-p.k // _BLOCK) * step + _START + _ROW * c.tokens)
 
 
 def candidates(problem: GemmProblem, target: Target) -> Iterator[Config]:
@@ -163,7 +169,7 @@ def spec_of(problem: GemmProblem, target: Target, config: Config, entry: str, gr
         scale_type=f"kernelgen::{scale}" if scale else DTYPES[p.scale_dtype or ""].cuda,
         bias_type=DTYPES[p.bias_dtype].cuda if p.bias_dtype else out, activation=ACTIVATION_NAMES[p.activation], gate=gate_name(p),
         clamped=p.clamped, bias=p.bias, vector_out=p.out_alignment == 16, group=p.group_size, zero=p.zero_points, tokens=c.tokens,
-        consumers=c.consumers, blocks_k=c.blocks_k, stages=c.stages, band_rows=c.band_rows, mma_columns=str(c.tokens),
+        consumers=c.consumers, blocks_k=c.blocks_k, stages=c.stages, band_rows=c.band_rows, table=c.table, mma_columns=str(c.tokens),
         shared_memory=shared_memory(p, c))
     words = [entry, p.a_dtype, p.weight_format, f"g{p.group_size}", p.scale_dtype, p.out_dtype, *(["zeros"] if p.zero_points else []),
              *([f"bias_{p.bias_dtype or p.out_dtype}"] if p.bias else []), *([p.activation] if p.activation else []),
@@ -214,6 +220,7 @@ def coverage() -> Iterable[tuple[GemmProblem, Config | None]]:
     yield replace(base, m=32, zero_points=True, bias=True, bias_dtype="fp32", activation="silu"), None
     yield replace(base, group_size=32, zero_points=True, activation="swiglu", **half), Config(128, 6)
     yield replace(base, group_size=64, activation="geglu", gate_up="up_first"), Config(48, 8, 2, 1)
+    yield replace(base, m=48, zero_points=True), Config(48, 6, 2, 3, True)
     mxfp4 = replace(base, b_dtype="mxfp4", weight_format="mxfp4", group_size=32, scale_dtype="e8m0")
     yield mxfp4, Config(256, 5)
     yield replace(mxfp4, out_dtype="fp32", out_alignment=4, activation="gelu"), Config(16, 12, 2)

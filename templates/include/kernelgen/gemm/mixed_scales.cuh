@@ -12,8 +12,12 @@
 
 namespace kernelgen {
 
-// An E8M0 exponent as bf16 bits: 2^-127 is a subnormal one, 255 is NaN.
-__device__ inline uint32_t e8m0_bits(uint32_t x) { return x == 0 ? 0x0040u : x << 7 | ((x + 1) >> 2 & 0x0040u); }
+// Two E8M0 exponents, 16 bits apart, as a pair of bf16: 2^-127 is a subnormal one, 255 is NaN. Both have the bit below the exponent's
+// field set, and no other does: of x + 1 all bits but the lowest of eight are zero for them alone.
+__device__ inline uint32_t e8m0_pair(uint32_t x) {
+  const uint32_t others = ((x + 0x00010001u) & 0x00fe00feu) + 0x00fe00feu;  // bit 8 set
+  return x << 7 | (~(others >> 2) & 0x00400040u);
+}
 
 template <class Options>
 struct MixedScales {
@@ -61,7 +65,7 @@ struct MixedScales {
   const ScaleB* scales;
   const uint8_t* zeros;
   Raw ahead[2];
-  int block;  // of this lane, that is loaded next
+  int block, last;  // of this lane, that is loaded next; of groups
 
   // Of lane `place` of a quad: half place / 2, block place % 2.
   __device__ void begin(const DenseSm90Params& p, const OutputTile& tile, const int (&rows)[2]) {
@@ -72,12 +76,12 @@ struct MixedScales {
       zeros = static_cast<const uint8_t*>(static_cast<const void*>(p.scale_a)) + tile.batch_b * p.scale_a_batch + column * p.scale_a_row;
     }
     block = place % 2;
+    last = (p.k - 1) / kGroup;
 #pragma unroll
     for (int i = 0; i < 2; ++i) load(ahead[i], p);
   }
 
   __device__ void load(Raw& raw, const DenseSm90Params& p) {
-    const int last = (p.k - 1) / kGroup;
 #pragma unroll
     for (int i = 0; i < kGroups; ++i) {
       const int64_t group = min(kGroup < kBlock ? block * kGroups + i : block / max_of(kGroup / kBlock, 1), last);
@@ -87,19 +91,18 @@ struct MixedScales {
     block += 2;
   }
 
-  __device__ static uint32_t bits(ScaleB x) {
+  __device__ static uint32_t as_pair(ScaleB first, ScaleB second) {
     if constexpr (is_same_v<ScaleB, uint8_t>) {
-      return e8m0_bits(x);
+      return e8m0_pair(first | static_cast<uint32_t>(second) << 16);
     } else {
-      return pack_pair<T>(to_float(x), 0.0f);
+      return pack_pair<T>(to_float(first), to_float(second));
     }
   }
 
   // Those of the next pair of blocks.
   __device__ void next(Pair& pair, const DenseSm90Params& p) {
     const Raw& raw = ahead[0];
-    const uint32_t first = bits(raw.scales[0]), second = bits(raw.scales[kGroups - 1]);
-    pair.scales = first | second << 16;
+    pair.scales = as_pair(raw.scales[0], raw.scales[kGroups - 1]);
     pair.zeros = 0;
     if constexpr (kZero) pair.zeros = pack_pair<T>(-static_cast<float>(raw.zeros[0]), -static_cast<float>(raw.zeros[kGroups - 1]));
     ahead[0] = ahead[1];

@@ -26,7 +26,7 @@
 namespace kernelgen {
 
 // `Options` is the rendered file's struct of compile-time constants: Element (of a), Code (int4_code or e2m1), ScaleB, Out, Bias; kTokens
-// (rows of a tile), kConsumers, kBlocksK (64s of k of a stage: 1 or 2), kStages, kBandRows; kGroup (codes that share a scale), kZero;
+// (rows of a tile), kConsumers, kBlocksK (64s of k of a stage: 1 or 2), kStages, kBandRows, kTable (decoding by a table); kGroup (codes that share a scale), kZero;
 // kBias, kActivation, kGate, kClamped, kVectorOut, kGrouping
 template <class Options>
 struct MixedSm90 : Options {
@@ -37,7 +37,7 @@ struct MixedSm90 : Options {
   using Options::kTokens;
   using Epilogue = MixedEpilogue<Options>;
   using Scales = MixedScales<Options>;
-  using Codes = MixedCodes<T, typename Options::Code, Options::kZero>;
+  using Codes = MixedCodes<T, typename Options::Code, Options::kZero, Options::kTable>;
 
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroupThreads;
   static constexpr Grouping kGrouping = Options::kGrouping;
@@ -61,7 +61,8 @@ struct MixedSm90 : Options {
   static constexpr int kProducerRegisters = kConsumers == 1 ? 56 : kConsumers == 2 ? 40 : kConsumers == 3 ? 32 : 24;
   static constexpr int kConsumerRegisters = kConsumers == 1 ? 240 : kConsumers == 2 ? 232 : kConsumers == 3 ? 160 : 120;
   static constexpr int kStoreAt = kStages * kStageBytes;
-  static constexpr int kBarriersAt = kStoreAt + kConsumers * Epilogue::kStoreBytes;
+  static constexpr int kTableAt = kStoreAt + kConsumers * Epilogue::kStoreBytes;
+  static constexpr int kBarriersAt = kTableAt + Codes::kTableBytes;
   static constexpr int kSharedBytes = kBarriersAt + round_up(Ring::kBytes, 128);
 
   static constexpr int kBoxA = !kRowGroups ? kTokens : kTokens % 32 == 0 ? 32 : 16;  // groups of few rows need few boxes
@@ -104,18 +105,21 @@ struct MixedSm90 : Options {
   using Sums = float[kTokens / 2];
   using Fragments = uint32_t[TileA::kSteps][4];
 
-  // Of one column of the tile and 64 of k, this lane's bytes: one of each eight codes. (A load of a byte takes no integer instruction; of a
-  // whole word, which the quad reads together, its byte does.) TMA exchanges 16-byte pieces so that the eight columns that are read
-  // together lie in different banks (PTX ISA, "Swizzling Modes", 32 and 64 bytes).
-  __device__ static void load_codes(uint32_t (&bytes)[8], uint32_t codes, int row, int block) {
+  // Where in the codes of a stage this lane's bytes lie: of each column, by pieces of 16. TMA exchanges those so that the eight columns that
+  // are read together lie in different banks (PTX ISA, "Swizzling Modes", 32 and 64 bytes).
+  struct Places {
+    uint32_t of[2][2 * kBlocksK];
+
+    __device__ explicit Places(const int (&rows)[2]) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int piece = kBlocksK == 1 ? i ^ (row / 4 & 1) : (2 * block + i) ^ (row / 2 & 3);
-      const uint32_t from = codes + row * kCodeRowBytes + piece * 16 + lane_id() % 4;
+      for (int half = 0; half < 2; ++half) {
+        const int row = rows[half], exchange = kBlocksK == 1 ? row / 4 & 1 : row / 2 & 3;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) bytes[4 * i + j] = load_byte(from + 4 * j);
+        for (int i = 0; i < 2 * kBlocksK; ++i) of[half][i] = kBytesA + row * kCodeRowBytes + (i ^ exchange) * 16 + lane_id() % 4;
+        hold(of[half]);  // else they are computed anew for each block
+      }
     }
-  }
+  };
 
   // Of a thread and 64 of k: codes of its two columns, and their scales.
   struct Codes64 {
@@ -123,22 +127,25 @@ struct MixedSm90 : Options {
     typename Scales::Block scales[2];
   };
 
-  // Those of block `stage_block` of the stage, and of block `block` of the pair that `scales` has.
+  // Those of block `stage_block` of the stage, and of block `block` of the pair that `scales` has. One byte of each eight codes of a column:
+  // a load of a byte takes no integer instruction; of a whole word, which the quad would read together, its byte does.
   __device__ static void load(Codes64& codes, uint32_t stage, int stage_block, const typename Scales::Pair& scales, int block,
-                              const int (&rows)[2]) {
+                              const Places& places) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      load_codes(codes.bytes[half], stage + kBytesA, rows[half], stage_block);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) codes.bytes[half][i] = load_byte(stage + places.of[half][2 * stage_block + i / 4] + i % 4 * 4);
       codes.scales[half].find(scales, half, block);
     }
   }
 
-  __device__ static void decode(uint32_t (&fragment)[4], const Codes64& codes, int step) {
+  __device__ static void decode(uint32_t (&fragment)[4], const Codes64& codes, int step, uint32_t table) {
     constexpr int kStepsOfGroup = min_of(Options::kGroup, kBlock) / TileA::kStepElements;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const typename Scales::Block& own = codes.scales[i % 2];
-      fragment[i] = Codes::decode(codes.bytes[i % 2][2 * step + i / 2], own.scales[step / kStepsOfGroup], own.zeros[step / kStepsOfGroup]);
+      fragment[i] = Codes::decode(codes.bytes[i % 2][2 * step + i / 2], own.scales[step / kStepsOfGroup], own.zeros[step / kStepsOfGroup],
+                                  table);
     }
   }
 
@@ -149,10 +156,10 @@ struct MixedSm90 : Options {
 
   // The products of 64 of k, a group for each step: while one runs, the codes of the next are decoded. (A warp that issues a product with
   // registers waits until the one before it has taken its own; all four together had left no time for decoding.)
-  __device__ static void multiply(Sums& sums, Fragments& fragments, const Codes64& codes, uint32_t tile, bool keep) {
+  __device__ static void multiply(Sums& sums, Fragments& fragments, const Codes64& codes, uint32_t tile, uint32_t table, bool keep) {
 #pragma unroll
     for (int step = 0; step < TileA::kSteps; ++step) {
-      decode(fragments[step], codes, step);
+      decode(fragments[step], codes, step, table);
       hold(sums);
       wgmma_fence();
       Product::template registers<0>(sums, fragments[step], TileA::descriptor(tile, 0, step), keep || step > 0);
@@ -162,10 +169,11 @@ struct MixedSm90 : Options {
 
   // All products of a tile. Blocks of k go in pairs, one in each set of fragments; what is in flight has the other set.
   __device__ static void accumulate(Sums& sums, const DenseSm90Params& p, const Ring& ring, uint32_t shared, typename Ring::Position& at,
-                                    const int (&rows)[2], Scales& scales) {
+                                    const Places& places, Scales& scales) {
     Fragments even, odd;
     typename Scales::Pair pair;
     Codes64 codes;
+    const uint32_t table = shared + kTableAt + 4 * lane_id();
     const int blocks = ceil_div(p.k, kBlock);
     int unread = -1;  // the stage whose products may be in flight
     int block = 0;
@@ -173,8 +181,8 @@ struct MixedSm90 : Options {
       scales.next(pair, p);
       ring.wait_full(at);
       const uint32_t first = shared + at.stage * kStageBytes;
-      load(codes, first, 0, pair, 0, rows);
-      multiply(sums, even, codes, first, unread >= 0);
+      load(codes, first, 0, pair, 0, places);
+      multiply(sums, even, codes, first, table, unread >= 0);
       if (unread >= 0) {
         wgmma_wait<TileA::kSteps>();
         hold_fragments(odd);
@@ -190,8 +198,8 @@ struct MixedSm90 : Options {
         stage = at.stage;
         at.advance();
       }
-      load(codes, kBlocksK == 1 ? second : first, kBlocksK - 1, pair, 1, rows);
-      multiply(sums, odd, codes, second, true);
+      load(codes, kBlocksK == 1 ? second : first, kBlocksK - 1, pair, 1, places);
+      multiply(sums, odd, codes, second, table, true);
       wgmma_wait<TileA::kSteps>();
       hold_fragments(even);
       if constexpr (kBlocksK == 1) ring.release(unread);
@@ -201,8 +209,8 @@ struct MixedSm90 : Options {
       scales.next(pair, p);
       ring.wait_full(at);
       const uint32_t first = shared + at.stage * kStageBytes;
-      load(codes, first, 0, pair, 0, rows);
-      multiply(sums, even, codes, first, unread >= 0);
+      load(codes, first, 0, pair, 0, places);
+      multiply(sums, even, codes, first, table, unread >= 0);
       if (unread >= 0) {
         wgmma_wait<TileA::kSteps>();
         hold_fragments(odd);
@@ -219,6 +227,7 @@ struct MixedSm90 : Options {
   __device__ static void consume(const DenseSm90Params& p, const Ring& ring, uint32_t shared, Tiles tiles, int group) {
     typename Ring::Position at;
     const int rows[2] = {Epilogue::row_of_thread(group, 0), Epilogue::row_of_thread(group, 1)};  // of the tile's columns of b
+    const Places places(rows);
     const Epilogue epilogue{shared + kStoreAt + group * Epilogue::kStoreBytes, group};
     Sums sums;
     OutputTile tile, next;
@@ -228,7 +237,7 @@ struct MixedSm90 : Options {
     if (more) scales.begin(p, tile, rows);
     while (more) {
       const typename Epilogue::Biases biases = Epilogue::biases_of(p, tile, rows);
-      accumulate(sums, p, ring, shared, at, rows, scales);
+      accumulate(sums, p, ring, shared, at, places, scales);
       index += gridDim.x;
       more = tiles.find(p, index, next);
       if (more) scales.begin(p, next, rows);  // the next tile's first scales come in behind the epilogue
@@ -254,6 +263,7 @@ struct MixedSm90 : Options {
       ring.init();
       barrier_init_fence();
     }
+    Codes::fill(shared + kTableAt, kThreads);
     if (threadIdx.x == 32) {
       tma_prefetch_map(p.map_a);
       tma_prefetch_map(p.map_b);
