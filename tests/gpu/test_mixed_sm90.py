@@ -57,7 +57,8 @@ def test_epilogues(activation: str | None, gate_up: str, config: Config) -> None
 @pytest.mark.parametrize("grouping", ("rows", "masked"))
 def test_groups(grouping: str, sizes: tuple[int, ...]) -> None:
     for config in (None, Config(16, 12, 2), Config(128, 6)):
-        run_rows(Grouped(grouping, sizes, product(0, 360, 416, weight="mxfp4", bias="bf16", activation="swiglu", gate_up="interleaved")), config)
+        gated = product(0, 360, 416, weight="mxfp4", bias="bf16", activation="swiglu", gate_up="interleaved")
+        run_rows(Grouped(grouping, sizes, gated), config)
         run_rows(Grouped(grouping, sizes, product(0, 136, 288, weight="int4", symmetric=False)), config)
 
 

@@ -70,7 +70,8 @@ def shared_memory(problem: GemmProblem, config: Config) -> int:
     c = config
     outputs = MMA_ROWS // (2 if problem.gated else 1)
     slab = (32 if c.tokens % 32 == 0 else 16) * (outputs * DTYPES[problem.out_dtype].bytes + 16)
-    return c.stages * c.stage_bytes + c.consumers * round_up(slab, 128) + (_TABLE_BYTES if c.table else 0) + round_up(2 * c.stages * 8, 128)
+    table = _TABLE_BYTES if c.table else 0
+    return c.stages * c.stage_bytes + c.consumers * round_up(slab, 128) + table + round_up(2 * c.stages * 8, 128)
 
 
 def supports(problem: GemmProblem, target: Target) -> Verdict:
@@ -164,13 +165,13 @@ def spec_of(problem: GemmProblem, target: Target, config: Config, entry: str, gr
     p, c = problem, config
     scale = "uint8_t" if p.scale_dtype == "e8m0" else None
     out = DTYPES[p.out_dtype].cuda
-    parameters = dict(
+    parameters: dict[str, Any] = dict(
         element=p.a_dtype, code=_CODES[p.weight_format or ""], out=out, entry=entry, grouping=grouping,
         scale_type=f"kernelgen::{scale}" if scale else DTYPES[p.scale_dtype or ""].cuda,
         bias_type=DTYPES[p.bias_dtype].cuda if p.bias_dtype else out, activation=ACTIVATION_NAMES[p.activation], gate=gate_name(p),
         clamped=p.clamped, bias=p.bias, vector_out=p.out_alignment == 16, group=p.group_size, zero=p.zero_points, tokens=c.tokens,
-        consumers=c.consumers, blocks_k=c.blocks_k, stages=c.stages, band_rows=c.band_rows, table=c.table, mma_columns=str(c.tokens),
-        shared_memory=shared_memory(p, c))
+        consumers=c.consumers, blocks_k=c.blocks_k, stages=c.stages, band_rows=c.band_rows, table=c.table,
+        mma_columns=str(c.tokens), shared_memory=shared_memory(p, c))
     words = [entry, p.a_dtype, p.weight_format, f"g{p.group_size}", p.scale_dtype, p.out_dtype, *(["zeros"] if p.zero_points else []),
              *([f"bias_{p.bias_dtype or p.out_dtype}"] if p.bias else []), *([p.activation] if p.activation else []),
              *([p.gate_up] if p.gated else []), *([] if p.out_alignment == 16 else ["scalar_out"]), *str(c).split()]

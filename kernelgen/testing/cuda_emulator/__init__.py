@@ -100,7 +100,8 @@ class EmulatedKernel:
         return EmulatedKernel(self.spec, self.folder, self.lazy, self.seed, name, params)
 
     def prepare(self, device: int, *, grid: tuple[int, int, int], block: tuple[int, int, int],
-                cluster: tuple[int, int, int] = (1, 1, 1), tensor_maps: Sequence[TensorMapRecipe] = (), **_: Any) -> Callable[[bytes], None]:
+                cluster: tuple[int, int, int] = (1, 1, 1), tensor_maps: Sequence[TensorMapRecipe] = (),
+                **_: Any) -> Callable[[bytes], None]:
         function = getattr(ctypes.CDLL(str(_library(self.spec, self.folder))), f"emulate_{self.name or self.spec.entries[0]}")
         sizes = (ctypes.c_uint * 3)(*grid)
         layout = self.params or self.spec.params

@@ -61,7 +61,8 @@ def test_who_takes_packed_weights(m: int, kernel: str) -> None:
 
 def test_groups_go_where_they_fit() -> None:
     for problem, kernel in ((GROUPS, "mixed_sm90"), (replace(GROUPS, grouping="masked", m=512), "mixed_sm90"),
-                            (replace(GROUPS, a_dtype="fp16"), "gemm_mma"), (replace(GROUPS, accumulate_c=True, c_dtype="bf16"), "gemm_mma")):
+                            (replace(GROUPS, a_dtype="fp16"), "gemm_mma"),
+                            (replace(GROUPS, accumulate_c=True, c_dtype="bf16"), "gemm_mma")):
         chosen = choose(problem, H200, "generated", live=False).chosen
         assert chosen is not None and chosen.kernel.endswith(kernel), problem
 
