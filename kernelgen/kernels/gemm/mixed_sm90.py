@@ -38,6 +38,7 @@ class Config:
     stages     of the ring
     blocks_k   64s of k of a stage
     consumers  warpgroups that multiply, 64 columns of b each
+    share_k    all consumers have the same 64 columns of b, and take stages in turn
     table      decoding by a table in shared memory
     band_rows  rows of tiles that are walked column by column
     """
@@ -47,10 +48,12 @@ class Config:
     blocks_k: int = 1
     consumers: int = 2
     table: bool = False
+    share_k: bool = False
     band_rows: int = 16
 
     def __str__(self) -> str:
-        return f"{self.block_n}x{self.tokens} s{self.stages} k{self.blocks_k * _BLOCK}{' table' if self.table else ''}"
+        words = f"{self.block_n}x{self.tokens} s{self.stages} k{self.blocks_k * _BLOCK}"
+        return words + (" table" if self.table else "") + (f" g{self.consumers}" if self.share_k else "")
 
     @property
     def block_m(self) -> int:
@@ -58,7 +61,12 @@ class Config:
 
     @property
     def block_n(self) -> int:
-        return self.consumers * MMA_ROWS
+        return self.beside * MMA_ROWS
+
+    @property
+    def beside(self) -> int:
+        """Consumers with columns of their own."""
+        return 1 if self.share_k else self.consumers
 
     @property
     def stage_bytes(self) -> int:
@@ -71,7 +79,8 @@ def shared_memory(problem: GemmProblem, config: Config) -> int:
     outputs = MMA_ROWS // (2 if problem.gated else 1)
     slab = (32 if c.tokens % 32 == 0 else 16) * (outputs * DTYPES[problem.out_dtype].bytes + 16)
     table = _TABLE_BYTES if c.table else 0
-    return c.stages * c.stage_bytes + c.consumers * round_up(slab, 128) + table + round_up(2 * c.stages * 8, 128)
+    left = (c.consumers - c.beside) * c.tokens // 2 * 128 * 4  # sums, of those that share columns
+    return c.stages * c.stage_bytes + c.beside * round_up(slab, 128) + left + table + round_up(2 * c.stages * 8, 128)
 
 
 def supports(problem: GemmProblem, target: Target) -> Verdict:
@@ -112,6 +121,10 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
     return first_no(
         (1 <= c.consumers <= 4 and c.blocks_k in (1, 2) and c.stages >= 2 and c.band_rows >= 1,
          f"config {c}: expected 1 to 4 consumers, 1 or 2 blocks of k in a stage and 2 stages or more"),
+        (not c.share_k or c.blocks_k == 2 and c.consumers > 1 and c.stages % c.consumers == 0 and c.stages >= 2 * c.consumers,
+         f"config {c}: consumers that share K take stages of 128 in turn, two or more each"),
+        (not c.share_k or -(-problem.k // (2 * _BLOCK)) >= c.consumers,
+         f"config {c}: a K of {problem.k} has less than a stage of 128 for each of the consumers that share it"),
         (c.tokens % 16 == 0 and 16 <= c.tokens <= 256, f"config {c}: a tile has 16 to 256 rows, in steps of 16"),
         (shared <= target.shared_memory_per_block,
          f"config {c} needs {shared} bytes of shared memory, {target} has {target.shared_memory_per_block}"),
@@ -131,8 +144,8 @@ def _configs(problem: GemmProblem, target: Target) -> Iterator[Config]:
     """With as many stages as fit."""
     for tokens in _TOKENS:
         few = tokens <= _SHALLOW
-        for consumers in (3, 2, 1) if few else (2, 1):
-            configs = (Config(tokens, stages, 2 if few else 1, consumers, few) for stages in range(_MAX_STAGES, 2, -1))
+        for consumers, share_k in ((3, False), (2, False), (1, False), (3, True), (4, True)) if few else ((2, False), (1, False)):
+            configs = (Config(tokens, stages, 2 if few else 1, consumers, few, share_k) for stages in range(_MAX_STAGES, 2, -1))
             config = next((c for c in configs if legal(problem, target, c)), None)
             if config:
                 yield config
@@ -144,10 +157,11 @@ def cost(problem: GemmProblem, target: Target, config: Config, tiles_m: float, r
     p, c, sms = problem, config, target.sm_count or 132
     tiles = tiles_m * -(-p.n // c.block_n)
     each = float(-(-tiles // sms)) if rounds else max(1.0, tiles / sms)
-    decoding = max(_ALONE, c.consumers * (_WITH_TABLE if c.table else _DECODING))
+    decoding = max(_ALONE, c.consumers * (_WITH_TABLE if c.table else _DECODING)) / (c.consumers // c.beside)
     multiplying, loading = 2.2 * c.consumers * c.tokens, (c.block_n * _BLOCK // 2 + c.tokens * 2 * _BLOCK) / _INGEST
+    multiplying /= c.consumers // c.beside  # each has a part of K
     step = max(max(multiplying, decoding) + _BESIDE * min(multiplying, decoding), loading)
-    return each * (-(-p.k // _BLOCK) * step + _START + _ROW * c.tokens)
+    return each * (-(-p.k // _BLOCK) * step + _START + (_ROW + (8 if c.share_k else 0)) * c.tokens)
 
 
 def candidates(problem: GemmProblem, target: Target) -> Iterator[Config]:
@@ -170,7 +184,7 @@ def spec_of(problem: GemmProblem, target: Target, config: Config, entry: str, gr
         scale_type=f"kernelgen::{scale}" if scale else DTYPES[p.scale_dtype or ""].cuda,
         bias_type=DTYPES[p.bias_dtype].cuda if p.bias_dtype else out, activation=ACTIVATION_NAMES[p.activation], gate=gate_name(p),
         clamped=p.clamped, bias=p.bias, vector_out=p.out_alignment == 16, group=p.group_size, zero=p.zero_points, tokens=c.tokens,
-        consumers=c.consumers, blocks_k=c.blocks_k, stages=c.stages, band_rows=c.band_rows, table=c.table,
+        consumers=c.consumers, blocks_k=c.blocks_k, stages=c.stages, band_rows=c.band_rows, table=c.table, share_k=c.share_k,
         mma_columns=str(c.tokens), shared_memory=shared_memory(p, c))
     words = [entry, p.a_dtype, p.weight_format, f"g{p.group_size}", p.scale_dtype, p.out_dtype, *(["zeros"] if p.zero_points else []),
              *([f"bias_{p.bias_dtype or p.out_dtype}"] if p.bias else []), *([p.activation] if p.activation else []),
@@ -222,6 +236,8 @@ def coverage() -> Iterable[tuple[GemmProblem, Config | None]]:
     yield replace(base, group_size=32, zero_points=True, activation="swiglu", **half), Config(128, 6)
     yield replace(base, group_size=64, activation="geglu", gate_up="up_first"), Config(48, 8, 2, 1)
     yield replace(base, m=48, zero_points=True), Config(48, 6, 2, 3, True)
+    yield replace(base, m=32), Config(32, 9, 2, 3, True, True)
+    yield replace(base, m=64, activation="swiglu"), Config(64, 8, 2, 4, False, True)
     mxfp4 = replace(base, b_dtype="mxfp4", weight_format="mxfp4", group_size=32, scale_dtype="e8m0")
     yield mxfp4, Config(256, 5)
     yield replace(mxfp4, out_dtype="fp32", out_alignment=4, activation="gelu"), Config(16, 12, 2)

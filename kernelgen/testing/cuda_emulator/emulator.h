@@ -94,11 +94,16 @@ inline void release(Barrier& barrier) {
     ++barrier.generation;
   }
 }
+// A thread that has been resumed so often without what it waits for waits for ever.
+inline void yield_or_abort(int& turns, const char* what) {
+  if (++turns > 1000000) std::fprintf(stderr, "emulator: thread %d waits for ever for %s\n", thread(), what), std::abort();
+  yield();
+}
 inline void wait(Barrier& barrier) {
   const unsigned generation = barrier.generation;
   ++barrier.waiting;
   release(barrier);
-  while (barrier.generation == generation) yield();
+  for (int turns = 0; barrier.generation == generation;) yield_or_abort(turns, "other threads");
 }
 inline void warp_wait() { wait(warp_barriers[warp()]); }
 inline void block_wait() { wait(block_barriers[current->rank]); }

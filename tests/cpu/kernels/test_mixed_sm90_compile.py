@@ -76,7 +76,8 @@ def test_refusals(problem: GemmProblem, reason: str) -> None:
 
 
 def test_illegal_configs() -> None:
-    for config, reason in ((Config(24, 4), "steps of 16"), (Config(256, 12), "shared memory"), (Config(64, 4, 3), "1 or 2 blocks")):
+    for config, reason in ((Config(24, 4), "steps of 16"), (Config(256, 12), "shared memory"), (Config(64, 4, 3), "1 or 2 blocks"),
+                           (Config(32, 8, 2, 3, True, True), "two or more each"), (Config(32, 3, 2, 3, True, True), "two or more each")):
         assert reason in mixed_sm90.legal(INT4, H200, config).reason
 
 

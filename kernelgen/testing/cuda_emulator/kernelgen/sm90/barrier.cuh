@@ -44,8 +44,8 @@ inline void barrier_arrive(uint32_t barrier) { emulated_arrive(barrier, 0); }
 inline void barrier_arrive_expect(uint32_t barrier, uint32_t bytes) { emulated_arrive(barrier, static_cast<int>(bytes)); }
 inline void barrier_wait(uint32_t barrier, uint32_t parity) {
   emulator::land_boxes(barrier);
-  while (emulated_barrier(barrier).parity == (parity & 1)) {
-    emulator::yield();
+  for (int turns = 0; emulated_barrier(barrier).parity == (parity & 1);) {
+    emulator::yield_or_abort(turns, "an mbarrier");
     emulator::land_boxes(barrier);
   }
 }
