@@ -16,7 +16,8 @@ from kernelgen.settings import settings
 from kernelgen.targets import Target
 from kernelgen.testing.cuda_emulator import EmulatedKernel
 from kernelgen.testing.grouped_products import Grouped, run_grouped
-from kernelgen.testing.mma_products import Product, run_product
+from kernelgen.testing.mma_products import Product, make, problem_of, results, run_product
+from kernelgen.testing.tolerance import assert_close_to_reference
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -57,3 +58,22 @@ def test_groups(name: str, folder: Path) -> None:
     for lazy in (False, True):
         run_grouped(case, grouped_mixed_sm90.FAMILY, TARGET,
                     lambda spec, lazy=lazy: EmulatedKernel(spec, folder, lazy, case.product.seed), config)
+
+
+def test_extreme_scales(folder: Path) -> None:
+    """Exponents of 0, which is a subnormal bf16, large ones, and 255, which is NaN: of one column and group each."""
+    case, config = CASES["mxfp4, odd blocks"]
+    tensors, features, weight = make(case)
+    assert tensors.scale_b is not None
+    scale = weight.scale[0]
+    for column, (first, others) in enumerate(((0, 0), (0, 1), (250, 3), (246, 0), (255, 127), (1, 255))):
+        scale[column] = others
+        scale[column, column] = first
+    problem = problem_of(case, tensors)
+    kernel = EmulatedKernel(mixed_sm90.spec(problem, TARGET, config), folder, False, case.seed)
+    mixed_sm90.bind(problem, config, kernel, tensors)(tensors)
+    exact, plain = results(case, tensors.a, weight, features)
+    assert bool(exact[..., 4:6].isnan().all()) and bool(exact[..., :4].isfinite().all())
+    for column in range(6):  # a limit goes by its row's largest value
+        pick = (..., slice(column, column + 1))
+        assert_close_to_reference(tensors.out[pick], exact[pick], plain[pick], what=f"column {column}")
