@@ -51,8 +51,7 @@ PRODUCTS: dict[str, tuple[Any, Product, Any]] = {
     "packed-int4": (packed_sm90, Product(5, 328, 3104, "bf16", weight="int4"), None),
     "packed-mxfp4": (packed_sm90, Product(9, 136, 544, "fp16", weight="mxfp4"), None),
     "mixed-int4": (mixed_sm90, Product(300, 264, 416, "bf16", weight="int4", symmetric=False, bias="bf16"), Mixed(128, 4)),
-    "mixed-table": (mixed_sm90, Product(40, 264, 416, "bf16", weight="mxfp4", activation="swiglu"), Mixed(32, 4, 2, 3, True)),
-    "mixed-shares-of-k": (mixed_sm90, Product(40, 264, 1184, "bf16", weight="int4"), Mixed(32, 6, 2, 3, True, True)),
+    "mixed-table": (mixed_sm90, Product(40, 264, 416, "bf16", weight="mxfp4", activation="swiglu"), Mixed(32, 4, 2, 3, True, True)),
     "packed-skinny": (packed_skinny, Product(5, 328, 544, "bf16", weight="int4"), None),
 }
 _BLOCKS = Product(264, 264, 400, scales="block_128x128", scale_major="cc")

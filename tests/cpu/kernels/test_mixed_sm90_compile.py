@@ -33,7 +33,7 @@ def tuned_specs() -> list[KernelSpec]:
     """The first choices of gpt-oss-120b's first product, 64 tokens to 32,768, and of one weight of int4."""
     groups = [replace(GROUPS, m=4 * tokens) for tokens in (64, 512, 4096, 32768)]
     specs = [grouped_mixed_sm90.spec(p, H200, next(iter(grouped_mixed_sm90.candidates(p, H200)))) for p in groups]
-    dense = [replace(INT4, m=m) for m in (32, 512)]
+    dense = [replace(INT4, m=m) for m in (128, 512)]
     return [*specs, *(mixed_sm90.spec(p, H200, next(iter(mixed_sm90.candidates(p, H200)))) for p in dense)]
 
 
@@ -51,8 +51,10 @@ def test_tuned_kernels_keep_their_resources() -> None:
     assert_within_table(tuned_specs(), TABLE, "sm_90a")
 
 
-@pytest.mark.parametrize("m, kernel", ((1, "packed"), (16, "packed"), (32, "mixed"), (4096, "mixed")))
+@pytest.mark.parametrize("m, kernel", ((1, "packed"), (16, "packed"), (128, "mixed"), (4096, "mixed")))
 def test_who_takes_packed_weights(m: int, kernel: str) -> None:
+    few = choose(replace(INT4, m=64), H200, "generated", live=False).chosen
+    assert few is not None and few.kernel == "gemm/gemm_mma"
     chosen = choose(replace(INT4, m=m), H200, "generated", live=False).chosen
     assert chosen is not None and chosen.kernel == f"gemm/{kernel}_sm90"
     portable = choose(replace(INT4, m=m, out_dtype="fp32"), H200, "generated", live=False).chosen
@@ -77,7 +79,7 @@ def test_refusals(problem: GemmProblem, reason: str) -> None:
 
 def test_illegal_configs() -> None:
     for config, reason in ((Config(24, 4), "steps of 16"), (Config(256, 12), "shared memory"), (Config(64, 4, 3), "1 or 2 blocks"),
-                           (Config(32, 8, 2, 3, True, True), "two or more each"), (Config(32, 3, 2, 3, True, True), "two or more each")):
+                           (Config(16, 4, 2, 4), "1 to 3 consumers")):
         assert reason in mixed_sm90.legal(INT4, H200, config).reason
 
 

@@ -24,9 +24,9 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 TARGET = Target.parse("sm_90a")
 CASES = {
     "mxfp4, odd blocks": (Product(21, 136, 352, "bf16", weight="mxfp4"), Config(16, 3)),
-    "mxfp4, exact, by a table": (Product(5, 200, 416, "bf16", weight="mxfp4", whole=True, out="fp32"), Config(16, 2, 2, 3, True)),
-    "zeros": (Product(40, 200, 672, "bf16", weight="int4", symmetric=False, bias="fp32", activation="gelu"),
-              Config(48, 6, 2, 3, True, True)),
+    "mxfp4, exact, by a table": (Product(5, 200, 416, "bf16", weight="mxfp4", whole=True, out="fp32"), Config(16, 2, 2, 3, True, True)),
+    "zeros": (Product(40, 72, 288, "bf16", weight="int4", symmetric=False, bias="fp32", activation="gelu"),
+              Config(48, 3, 2, 1, True)),
     "fp16, groups of 32, up first": (Product(33, 80, 160, "fp16", weight="int4", group=32, symmetric=False, out="fp16",
                                              activation="geglu", gate_up="up_first"), Config(64, 2)),
     "groups of 64, no vectors": (Product(19, 104, 96, "bf16", weight="int4", group=64, activation="swiglu",

@@ -20,19 +20,19 @@ namespace kernelgen {
 template <class Options>
 struct MixedEpilogue {
   using Out = typename Options::Out;
-  static constexpr int kTokens = Options::kTokens, kBeside = Options::kShareK ? 1 : Options::kConsumers;  // warpgroups beside each other
+  static constexpr int kConsumers = Options::kConsumers, kTokens = Options::kTokens;
   static constexpr Gate kGate = Options::kGate;
   static constexpr bool kGated = kGate != Gate::kNone;
   static constexpr bool kSplit = kGate == Gate::kGateFirst || kGate == Gate::kUpFirst;
   static constexpr int kGroupOutputs = kGated ? kMmaRows / 2 : kMmaRows;  // of a warpgroup
-  static constexpr int kOutputs = kBeside * kGroupOutputs;
+  static constexpr int kOutputs = kConsumers * kGroupOutputs;
   static constexpr int kSlabTokens = kTokens % 32 == 0 ? 32 : 16;
   static_assert(kTokens % kSlabTokens == 0, "a tile is whole slabs");
   // 16 bytes more than a row has: eight rows, written or read together, lie in different banks.
   static constexpr int kPitch = kGroupOutputs * static_cast<int>(sizeof(Out)) + 16, kStoreBytes = round_up(kSlabTokens * kPitch, 128);
 
   uint32_t slab;  // shared address of this warpgroup's
-  int group;      // of the consumers beside each other
+  int group;      // of the block's consumers
 
   // Of neighbours the lower four lanes of a column's eight have the even one, the gate, first, the others second: else codes of even
   // columns alone would be read together, which lie in half of the banks.

@@ -24,7 +24,6 @@ struct MixedScales {
   using T = typename Options::Element;
   using ScaleB = typename Options::ScaleB;
   static constexpr bool kZero = Options::kZero;
-  static constexpr int kShares = Options::kShareK ? Options::kConsumers : 1;
   static constexpr int kGroup = Options::kGroup, kBlock = 64, kGroups = kGroup < kBlock ? kBlock / kGroup : 1;  // of a block
   static_assert(kGroup == 32 || kGroup % kBlock == 0, "a block has two groups, or a group whole blocks");
 
@@ -68,15 +67,15 @@ struct MixedScales {
   Raw ahead[2];
   int block, last;  // of this lane, that is loaded next; of groups
 
-  // Of lane `place` of a quad: half place / 2, block place % 2. From block `first` on, every kShares-th pair.
-  __device__ void begin(const DenseSm90Params& p, const OutputTile& tile, const int (&rows)[2], int first) {
+  // Of lane `place` of a quad: half place / 2, block place % 2.
+  __device__ void begin(const DenseSm90Params& p, const OutputTile& tile, const int (&rows)[2]) {
     const int place = lane_id() % 4;
     const int64_t column = min(MixedEpilogue<Options>::column_of_b(p, tile.n, rows[place / 2]), p.n - 1);
     scales = static_cast<const ScaleB*>(static_cast<const void*>(p.scale_b)) + tile.batch_b * p.scale_b_batch + column * p.scale_b_column;
     if constexpr (kZero) {
       zeros = static_cast<const uint8_t*>(static_cast<const void*>(p.scale_a)) + tile.batch_b * p.scale_a_batch + column * p.scale_a_row;
     }
-    block = first + place % 2;
+    block = place % 2;
     last = (p.k - 1) / kGroup;
 #pragma unroll
     for (int i = 0; i < 2; ++i) load(ahead[i], p);
@@ -89,7 +88,7 @@ struct MixedScales {
       raw.scales[i] = scales[group * p.scale_b_block];
       if constexpr (kZero) raw.zeros[i] = zeros[group * p.scale_a_block];
     }
-    block += 2 * kShares;
+    block += 2;
   }
 
   __device__ static uint32_t as_pair(ScaleB first, ScaleB second) {

@@ -10,9 +10,6 @@
 //
 // A lane has two columns of b (halves of a fragment), and of 16 neighbours of k four codes of each: byte lane % 4 of two words. Its scales come from global memory two pairs of blocks of 64 ahead, each lane of a quad a part (mixed_scales.cuh).
 //
-// With kShareK all consumers have the same 64 columns and take stages in turn; one adds up what the others leave in shared memory, in their
-// order, and finishes the tile. None has no stage: where that may be, ptxas lets all products wait for each other. For tiles that do not fill the chip: one warpgroup alone decodes at half the speed of two.
-//
 // Which columns the two are is free: those of a gate's two halves, or neighbours, so that gate and up of an output meet in one lane.
 #pragma once
 
@@ -29,7 +26,7 @@
 namespace kernelgen {
 
 // `Options` is the rendered file's struct of compile-time constants: Element (of a), Code (int4_code or e2m1), ScaleB, Out, Bias; kTokens
-// (rows of a tile), kConsumers, kBlocksK (64s of k of a stage: 1 or 2), kStages, kBandRows, kTable (decoding by a table), kShareK; kGroup (codes that share a scale), kZero;
+// (rows of a tile), kConsumers, kBlocksK (64s of k of a stage: 1 or 2), kStages, kBandRows, kTable (decoding by a table), kApart (products of each 16 of k); kGroup (codes that share a scale), kZero;
 // kBias, kActivation, kGate, kClamped, kVectorOut, kGrouping
 template <class Options>
 struct MixedSm90 : Options {
@@ -47,30 +44,25 @@ struct MixedSm90 : Options {
   static constexpr bool kRowGroups = kGrouping != Grouping::kNone, kSplit = Epilogue::kSplit;
   static_assert(kGrouping != Grouping::kDepth, "groups of k are not in this kernel");
   // What tiles_sm90.cuh asks for: rows of a along m, columns of b along n.
-  static constexpr int kAllConsumers = 1 + Epilogue::kBeside;  // a named barrier, behind those of the epilogues
-  static constexpr int kBlockM = kTokens, kRows = Epilogue::kBeside * kMmaRows, kOutputs = Epilogue::kOutputs;
+  static constexpr int kBlockM = kTokens, kRows = kConsumers * kMmaRows, kOutputs = Epilogue::kOutputs;
   static constexpr int kClusterM = 1, kClusterN = 1, kSplitK = 1, kAlignedElements = 8;
   using Tiles = typename tiles_of_grouping<MixedSm90<Options>, kGrouping, kRowGroups>::type;
 
   static constexpr int kBlock = 64, kDepth = kBlocksK * kBlock;  // of k: 128 bytes of a row of a; of a stage
   using TileA = SmemTile<T, kTokens, kBlock, true>;
   using Product = Wgmma<T, kTokens>;
-  static constexpr int kShares = Options::kShareK ? kConsumers : 1;
-  using Ring = Pipeline<kStages, 4 * Epilogue::kBeside>;
-  // Waiting names a parity, so only who waited for the last filling of a stage may wait for the next.
-  static_assert(kShares == 1 || (kStages % kShares == 0 && kBlocksK == 2), "a stage stays with one consumer, and is a pair of blocks");
-  static_assert(kStages >= 2 * kShares, "a consumer gives a stage back once it has its next one");
+  using Ring = Pipeline<kStages, 4 * kConsumers>;
   static constexpr int kCodeRowBytes = kDepth / 2, kCodeBytes = kRows * kCodeRowBytes, kBytesA = kBlocksK * TileA::kBytes;
   static constexpr int kStageBytes = kBytesA + kCodeBytes;
   static_assert(sizeof(T) == 2 && (kBlocksK == 1 || kBlocksK == 2), "a stage has rows of 32 or 64 bytes of codes");
   static_assert(kStageBytes % kSwizzleAtomBytes == 0, "tiles begin at whole groups of eight rows");
 
-  // 65,536 / 128 = 512 for the warpgroups of an SM together; ptxas gives four consumers 96 each.
-  static constexpr int kProducerRegisters = kConsumers == 1 ? 56 : kConsumers == 2 ? 40 : kConsumers == 3 ? 32 : 24;
-  static constexpr int kConsumerRegisters = kConsumers == 1 ? 240 : kConsumers == 2 ? 232 : kConsumers == 3 ? 160 : 120;
+  // As dense_sm90's: together no more than ptxas gives all threads of the block. (Four consumers, for whom it has 96, hung with 120.)
+  static_assert(1 <= kConsumers && kConsumers <= 3, "registers are shared out among three warpgroups at most");
+  static constexpr int kProducerRegisters = kConsumers == 1 ? 56 : kConsumers == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 1 ? 240 : kConsumers == 2 ? 232 : 160;
   static constexpr int kStoreAt = kStages * kStageBytes;
-  static constexpr int kSumsAt = kStoreAt + Epilogue::kBeside * Epilogue::kStoreBytes, kSumBytes = kTokens / 2 * kWarpgroupThreads * 4;
-  static constexpr int kTableAt = kSumsAt + (kShares - 1) * kSumBytes;
+  static constexpr int kTableAt = kStoreAt + kConsumers * Epilogue::kStoreBytes;
   static constexpr int kBarriersAt = kTableAt + Codes::kTableBytes;
   static constexpr int kSharedBytes = kBarriersAt + round_up(Ring::kBytes, 128);
 
@@ -111,6 +103,7 @@ struct MixedSm90 : Options {
     __syncwarp();  // what follows takes whole warps
   }
 
+  static constexpr int kGroupsOfBlock = Options::kApart ? TileA::kSteps : 1;  // of products
   using Sums = float[kTokens / 2];
   using Fragments = uint32_t[TileA::kSteps][4];
 
@@ -163,47 +156,57 @@ struct MixedSm90 : Options {
     for (int step = 0; step < TileA::kSteps; ++step) hold(fragments[step]);
   }
 
-  // The products of 64 of k, a group for each step: while one runs, the codes of the next are decoded. (A warp that issues a product with
-  // registers waits until the one before it has taken its own; all four together had left no time for decoding.)
+  __device__ static void multiply_step(Sums& sums, const Fragments& fragments, uint32_t tile, int step, bool keep) {
+    Product::template registers<0>(sums, fragments[step], TileA::descriptor(tile, 0, step), keep || step > 0);
+  }
+
+  // The products of 64 of k: one group, or with kApart a group for each step, so that while one runs the codes of the next are decoded. (A
+  // warp that issues a product with registers seems to wait until the one before it has taken its own.)
   __device__ static void multiply(Sums& sums, Fragments& fragments, const Codes64& codes, uint32_t tile, uint32_t table, bool keep) {
+    if constexpr (Options::kApart) {
 #pragma unroll
-    for (int step = 0; step < TileA::kSteps; ++step) {
-      decode(fragments[step], codes, step, table);
+      for (int step = 0; step < TileA::kSteps; ++step) {
+        decode(fragments[step], codes, step, table);
+        hold(sums);
+        wgmma_fence();
+        multiply_step(sums, fragments, tile, step, keep);
+        wgmma_commit();
+      }
+    } else {
+#pragma unroll
+      for (int step = 0; step < TileA::kSteps; ++step) decode(fragments[step], codes, step, table);
       hold(sums);
       wgmma_fence();
-      Product::template registers<0>(sums, fragments[step], TileA::descriptor(tile, 0, step), keep || step > 0);
+#pragma unroll
+      for (int step = 0; step < TileA::kSteps; ++step) multiply_step(sums, fragments, tile, step, keep);
       wgmma_commit();
     }
   }
 
   // All products of a tile. Blocks of k go in pairs, one in each set of fragments; what is in flight has the other set.
   __device__ static void accumulate(Sums& sums, const DenseSm90Params& p, const Ring& ring, uint32_t shared, typename Ring::Position& at,
-                                    const Places& places, Scales& scales, int first_step) {
+                                    const Places& places, Scales& scales) {
     Fragments even, odd;
     typename Scales::Pair pair;
     Codes64 codes;
     const uint32_t table = shared + kTableAt + 4 * lane_id();
     const int blocks = ceil_div(p.k, kBlock);
     int unread = -1;  // the stage whose products may be in flight
-    int block = 2 * first_step;
-    while (kShares > 1 || block + 1 < blocks + (kBlocksK - 1)) {
+    int block = 0;
+    for (; block + 1 < blocks + (kBlocksK - 1); block += 2) {
       scales.next(pair, p);
       ring.wait_full(at);
       const uint32_t first = shared + at.stage * kStageBytes;
       load(codes, first, 0, pair, 0, places);
       multiply(sums, even, codes, first, table, unread >= 0);
       if (unread >= 0) {
-        wgmma_wait<TileA::kSteps>();
+        wgmma_wait<kGroupsOfBlock>();
         hold_fragments(odd);
         ring.release(unread);
       }
       uint32_t second = first + TileA::kBytes;
       int stage = at.stage;
-      if constexpr (kShares == 1) {
-        at.advance();
-      } else {
-        at.skip(kShares);
-      }
+      at.advance();
       if constexpr (kBlocksK == 1) {
         ring.wait_full(at);
         second = shared + at.stage * kStageBytes;
@@ -213,12 +216,10 @@ struct MixedSm90 : Options {
       }
       load(codes, kBlocksK == 1 ? second : first, kBlocksK - 1, pair, 1, places);
       multiply(sums, odd, codes, second, table, true);
-      wgmma_wait<TileA::kSteps>();
+      wgmma_wait<kGroupsOfBlock>();
       hold_fragments(even);
       if constexpr (kBlocksK == 1) ring.release(unread);
       unread = stage;
-      block += 2 * kShares;
-      if (kShares > 1 && block >= blocks) break;
     }
     if (kBlocksK == 1 && block < blocks) {
       scales.next(pair, p);
@@ -227,7 +228,7 @@ struct MixedSm90 : Options {
       load(codes, first, 0, pair, 0, places);
       multiply(sums, even, codes, first, table, unread >= 0);
       if (unread >= 0) {
-        wgmma_wait<TileA::kSteps>();
+        wgmma_wait<kGroupsOfBlock>();
         hold_fragments(odd);
         ring.release(unread);
       }
@@ -239,55 +240,24 @@ struct MixedSm90 : Options {
     ring.release(unread);
   }
 
-  // The consumers' sums of a tile to the first one; the others may go on.
-  __device__ static void add_up(Sums& sums, uint32_t shared, int group) {
-    const uint32_t place = shared + kSumsAt + threadIdx.x % kWarpgroupThreads * 4;
-    if (group > 0) {
-#pragma unroll
-      for (int i = 0; i < kTokens / 2; ++i) {
-        store_word(place + (group - 1) * kSumBytes + i * kWarpgroupThreads * 4, __float_as_uint(sums[i]));
-      }
-    }
-    named_barrier_sync(kAllConsumers, kConsumers * kWarpgroupThreads);
-    if (group == 0) {
-#pragma unroll
-      for (int other = 0; other < kShares - 1; ++other) {
-#pragma unroll
-        for (int i = 0; i < kTokens / 2; ++i) {
-          sums[i] += __uint_as_float(load_word(place + other * kSumBytes + i * kWarpgroupThreads * 4));
-        }
-      }
-    }
-    named_barrier_sync(kAllConsumers, kConsumers * kWarpgroupThreads);  // what was left has been read
-  }
-
-  // Of a tile, the first step of K that a consumer has: steps of all tiles together go around the consumers, as stages do.
-  __device__ static int first_step(int group, int steps_before) {
-    return kShares == 1 ? 0 : (group + kShares - steps_before % kShares) % kShares;
-  }
-
   __device__ static void consume(const DenseSm90Params& p, const Ring& ring, uint32_t shared, Tiles tiles, int group) {
     typename Ring::Position at;
-    if constexpr (kShares > 1) at.skip(group);
-    const int beside = kShares > 1 ? 0 : group, steps = ceil_div(p.k, kDepth);
-    const int rows[2] = {Epilogue::row_of_thread(beside, 0), Epilogue::row_of_thread(beside, 1)};  // of the tile's columns of b
+    const int rows[2] = {Epilogue::row_of_thread(group, 0), Epilogue::row_of_thread(group, 1)};  // of the tile's columns of b
     const Places places(rows);
-    const Epilogue epilogue{shared + kStoreAt + beside * Epilogue::kStoreBytes, beside};
+    const Epilogue epilogue{shared + kStoreAt + group * Epilogue::kStoreBytes, group};
     Sums sums;
     OutputTile tile, next;
     Scales scales;
-    int index = blockIdx.x, before = 0;
+    int index = blockIdx.x;
     bool more = tiles.find(p, index, tile);
-    if (more) scales.begin(p, tile, rows, 2 * first_step(group, before));
+    if (more) scales.begin(p, tile, rows);
     while (more) {
       const typename Epilogue::Biases biases = Epilogue::biases_of(p, tile, rows);
-      accumulate(sums, p, ring, shared, at, places, scales, first_step(group, before));
+      accumulate(sums, p, ring, shared, at, places, scales);
       index += gridDim.x;
-      before += steps % kShares;
       more = tiles.find(p, index, next);
-      if (more) scales.begin(p, next, rows, 2 * first_step(group, before));  // the next tile's first scales come in behind the epilogue
-      if constexpr (kShares > 1) add_up(sums, shared, group);
-      if (kShares == 1 || group == 0) epilogue.run(p, tile, sums, biases);
+      if (more) scales.begin(p, next, rows);  // the next tile's first scales come in behind the epilogue
+      epilogue.run(p, tile, sums, biases);
       tile = next;
     }
   }
