@@ -178,6 +178,14 @@ RULES: tuple[Rule, ...] = (
          "tools/bench/results/h200_gemm_hopper.json)", target_kind="cuda", kernel="gemm/packed_skinny", when=lambda p: p.m <= 16),
     Rule("gemm", "generated", 55, "packed weights: gemm_mma takes 0.65 - 0.96 x its time at 32 rows (H200, 2026-11-30, "
          "tools/bench/results/tried/h200_tune_int4.json)", target_kind="cuda", kernel="gemm/packed_skinny"),
+    Rule("gemm", "generated", 62, "packed weights, many rows: codes decoded in registers for WGMMA. As its grouped form, which was "
+         "measured; single products were not timed", target_kind="cuda", capability=(90,), kernel="gemm/mixed_sm90",
+         when=lambda p: p.m >= 128),
+    Rule("gemm", "generated", 54, "packed weights: for 128 rows and more; fewer were not timed", target_kind="cuda",
+         kernel="gemm/mixed_sm90"),
+    Rule("grouped_gemm", "generated", 63, "packed weights: codes decoded in registers for WGMMA: a layer of gpt-oss-120b takes 0.23 - 0.35 "
+         "x the time that it takes with grouped_gemm_mma (H200, 2026-11-30, tools/bench/results/tried/h200_mixed_sm90_moe.json)",
+         target_kind="cuda", capability=(90,), kernel="gemm/grouped_mixed_sm90"),
     Rule("grouped_gemm", "generated", 64, "TMA and WGMMA: 0.96 - 1.12 x as fast as torch._grouped_mm (H200, 2026-11-30, "
          "tools/bench/results/h200_gemm_hopper.json)", target_kind="cuda", capability=(90,), kernel="gemm/grouped_sm90"),
     Rule("moe", "generated", 64, "up to 8 tokens in two launches: 8 take 0.85 - 0.98 x the time of the composition, 1 takes 0.39 - 0.84 x "

@@ -7,18 +7,21 @@ import torch
 from kernelgen.launch.cuda import TensorMapRecipe
 
 # CUtensorMapDataType and CUtensorMapSwizzle of the driver API.
-_DATA_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9, torch.float8_e4m3fn: 0, torch.float8_e5m2: 0}
-_SWIZZLE_128 = 3
+_DATA_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9, torch.float8_e4m3fn: 0, torch.float8_e5m2: 0, torch.uint8: 0}
+_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 
 
-def tensor_map(field: str, pointer: str, t: torch.Tensor, box: tuple[int, int], *, swizzled: bool = True) -> TensorMapRecipe:
-    """For a tensor (B, rows, columns) with contiguous columns; ``box``: columns and rows, in elements.
+def tensor_map(
+    field: str, pointer: str, t: torch.Tensor, box: tuple[int, int], *, swizzled: bool = True, row_bytes: int = 128,
+) -> TensorMapRecipe:
+    """For a tensor (B, rows, columns) with contiguous columns; ``box``: columns and rows, in elements. ``row_bytes``: of a swizzled box,
+    32, 64 or 128.
 
     Strides of dimensions of one entry are whatever they are, so they are replaced by legal ones.
     """
     batch, rows, columns = t.shape
     size = t.element_size()
-    row_bytes = t.stride(1) * size if rows > 1 else -(-columns * size // 16) * 16
-    batch_bytes = t.stride(0) * size if batch > 1 else row_bytes * rows
-    return TensorMapRecipe(field, pointer, _DATA_TYPES[t.dtype], (columns, rows, batch), (row_bytes, batch_bytes), (*box, 1),
-                           _SWIZZLE_128 if swizzled else 0)
+    stride = t.stride(1) * size if rows > 1 else -(-columns * size // 16) * 16
+    batch_bytes = t.stride(0) * size if batch > 1 else stride * rows
+    return TensorMapRecipe(field, pointer, _DATA_TYPES[t.dtype], (columns, rows, batch), (stride, batch_bytes), (*box, 1),
+                           _SWIZZLES[row_bytes if swizzled else 0])

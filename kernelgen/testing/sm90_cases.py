@@ -15,8 +15,9 @@ import torch
 import kernelgen
 from kernelgen import build
 from kernelgen import reference as ref
-from kernelgen.kernels.gemm import dense_sm90, grouped_sm90, packed_skinny, packed_sm90, skinny_sm90
+from kernelgen.kernels.gemm import dense_sm90, grouped_mixed_sm90, grouped_sm90, mixed_sm90, packed_skinny, packed_sm90, skinny_sm90
 from kernelgen.kernels.gemm.dense_sm90 import Config
+from kernelgen.kernels.gemm.mixed_sm90 import Config as Mixed
 from kernelgen.kernels.gemm.skinny_sm90 import Config as Skinny
 from kernelgen.kernels.moe.small_cuda import Config as Small
 from kernelgen.targets import target_of
@@ -49,6 +50,8 @@ PRODUCTS: dict[str, tuple[Any, Product, Any]] = {
     "skinny-blocks": (skinny_sm90, Product(9, 264, 1168, scales="block_128x128"), Skinny(1, 16, 6, 2, 1, 1)),
     "packed-int4": (packed_sm90, Product(5, 328, 3104, "bf16", weight="int4"), None),
     "packed-mxfp4": (packed_sm90, Product(9, 136, 544, "fp16", weight="mxfp4"), None),
+    "mixed-int4": (mixed_sm90, Product(300, 264, 416, "bf16", weight="int4", symmetric=False, bias="bf16"), Mixed(128, 4)),
+    "mixed-table": (mixed_sm90, Product(40, 264, 416, "bf16", weight="mxfp4", activation="swiglu"), Mixed(32, 4, 2, 3, True, True)),
     "packed-skinny": (packed_skinny, Product(5, 328, 544, "bf16", weight="int4"), None),
 }
 _BLOCKS = Product(264, 264, 400, scales="block_128x128", scale_major="cc")
@@ -57,6 +60,7 @@ _GROUPED: dict[str, tuple[Grouped, Any]] = {
     "grouped-masked": (Grouped("masked", (70, 0, 5, 130), Product(264, 136, 200, "bf16"), spare=3), Config(1, 2, 128, 5)),
     "grouped-k": (Grouped("k", (70, 0, 5, 130), Product(264, 136, 200, "bf16"), spare=3), Config(2, 2, 128, 4)),
     "grouped-blocks": (Grouped("rows", (70, 0, 5, 130), _BLOCKS, spare=3), Config(1, 2, 128, 5, parts=2)),
+    "grouped-mixed": (Grouped("rows", (70, 0, 5, 130), Product(264, 136, 416, "bf16", weight="mxfp4"), spare=3), Mixed(48, 5, 2)),
     "grouped-turns": (Grouped("rows", (70, 0, 5, 130), Product(264, 136, 200, "bf16"), spare=3), Config(2, 2, 128, 5, pingpong=True)),
 }
 
@@ -66,7 +70,8 @@ def _product(family: Any, case: Product, config: Any) -> None:
 
 
 def _grouped(case: Grouped, config: Any) -> None:
-    run_grouped(case, grouped_sm90.FAMILY, target_of("cuda"), build.kernel, config, "cuda")
+    family = grouped_mixed_sm90 if isinstance(config, Mixed) else grouped_sm90
+    run_grouped(case, family.FAMILY, target_of("cuda"), build.kernel, config, "cuda")
 
 
 def _quantize(recipe: str) -> None:

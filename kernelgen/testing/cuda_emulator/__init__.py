@@ -10,12 +10,14 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import re
+import struct
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kernelgen.launch.cuda import TensorMapRecipe
 from kernelgen.params import ParamStruct
 from kernelgen.render import render
 from kernelgen.specs import KernelSpec
@@ -25,6 +27,7 @@ _FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-fno-strict-aliasing")
 # PTX of headers that are otherwise used as they are.
 _REPLACED = (
     ("extern __shared__ __align__(128) unsigned char shared_memory[];", "unsigned char* shared_memory = ::emulator::dynamic_shared;"),
+    ("extern __shared__ __align__(1024) char dynamic_shared[];", "unsigned char* dynamic_shared = ::emulator::dynamic_shared;"),
     ('asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(moved), "r"(0x5c005c00u));',
      "const float2 m = unpack_pair<fp16>(moved); result = pack_pair<fp16>(m.x * 256.0f, m.y * 256.0f);"),
     ('asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(moved), "r"(kScale * 0x10001u), "r"(0x80008000u));',
@@ -34,6 +37,8 @@ _REPLACED = (
      "#include <kernelgen/cuda/conversions.cuh>\n\nnamespace kernelgen {\n\nstruct e4m3"),
 )
 
+# The instructions of sm90/wgmma.cuh.jinja, for which sm90/wgmma.cuh of this folder has a template.
+_WGMMA = re.compile(r"^template <>\nstruct Wgmma<.*?^};\n", re.MULTILINE | re.DOTALL)
 # Name and argument type of a kernel.
 _ENTRY = re.compile(r"^(\w+)\(const __grid_constant__ (\S+) params\)", re.MULTILINE)
 
@@ -41,7 +46,7 @@ _ENTRY = re.compile(r"^(\w+)\(const __grid_constant__ (\S+) params\)", re.MULTIL
 def _rewritten(text: str) -> str:
     for old, new in _REPLACED:
         text = text.replace(old, new)
-    return text
+    return _WGMMA.sub("", text)
 
 
 def _library(spec: KernelSpec, folder: Path) -> Path:
@@ -67,6 +72,19 @@ def _library(spec: KernelSpec, folder: Path) -> Path:
     return target
 
 
+_SIZES = {0: 1, 6: 2, 7: 4, 9: 2}  # bytes of the driver's types of elements
+
+
+def _with_maps(params: bytes, offsets: dict[str, int], recipes: Sequence[TensorMapRecipe]) -> bytes:
+    """With the TMA descriptors, as sm90/tma.cuh of this folder reads them."""
+    filled = bytearray(params)
+    for recipe in recipes:
+        address = struct.unpack_from("<Q", params, offsets[recipe.pointer])[0]
+        struct.pack_into("<3Q8i", filled, offsets[recipe.field], address, *recipe.strides, *recipe.dims, *recipe.box,
+                         _SIZES[recipe.data_type], recipe.swizzle)
+    return bytes(filled)
+
+
 @dataclass
 class EmulatedKernel:
     """What a family's bind() takes for a loaded kernel."""
@@ -82,13 +100,17 @@ class EmulatedKernel:
         return EmulatedKernel(self.spec, self.folder, self.lazy, self.seed, name, params)
 
     def prepare(self, device: int, *, grid: tuple[int, int, int], block: tuple[int, int, int],
-                cluster: tuple[int, int, int] = (1, 1, 1), **_: Any) -> Callable[[bytes], None]:
+                cluster: tuple[int, int, int] = (1, 1, 1), tensor_maps: Sequence[TensorMapRecipe] = (),
+                **_: Any) -> Callable[[bytes], None]:
         function = getattr(ctypes.CDLL(str(_library(self.spec, self.folder))), f"emulate_{self.name or self.spec.entries[0]}")
         sizes = (ctypes.c_uint * 3)(*grid)
+        layout = self.params or self.spec.params
 
         def launch(params: bytes) -> None:
-            assert len(params) == (self.params or self.spec.params).size
-            buffer = ctypes.create_string_buffer(params, len(params) + 64)
-            function(sizes, cluster[0], block[0], int(self.lazy), self.seed, buffer)
+            assert len(params) == layout.size
+            buffer = ctypes.create_string_buffer(_with_maps(params, dict(layout.offsets), tensor_maps), len(params) + 128)
+            start = -(-ctypes.addressof(buffer) // 64) * 64
+            ctypes.memmove(start, ctypes.addressof(buffer), len(params))
+            function(sizes, cluster[0], block[0], int(self.lazy), self.seed, ctypes.c_void_p(start))
 
         return launch

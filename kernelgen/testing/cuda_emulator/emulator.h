@@ -49,12 +49,18 @@ inline std::vector<Barrier> warp_barriers;
 inline std::vector<WarpSlots> warp_slots;
 constexpr int kMaxCluster = 8, kSharedBytes = 256 * 1024;
 inline Barrier block_barriers[kMaxCluster], cluster_barrier;
+inline Barrier named_barriers[16];  // of the one block that a kernel with them has in a cluster
+struct Box {
+  uint32_t barrier;
+  std::function<void()> copy;
+};
+inline std::vector<Box> boxes;  // of the copy engine, that land when their barrier is waited for
 inline int block_threads, cluster_blocks;
 inline Fiber* current = nullptr;
 inline void* scheduler_stack_pointer = nullptr;
 inline std::function<void()> body;
 inline Dim3 block_index, grid_size;
-alignas(128) inline unsigned char cluster_shared[kMaxCluster][kSharedBytes];
+alignas(1024) inline unsigned char cluster_shared[kMaxCluster][kSharedBytes];
 inline unsigned char* dynamic_shared = cluster_shared[0];  // of the block whose thread runs
 
 extern "C" void emulator_switch(void** from, void* to);
@@ -88,11 +94,16 @@ inline void release(Barrier& barrier) {
     ++barrier.generation;
   }
 }
+// A thread that has been resumed so often without what it waits for waits for ever.
+inline void yield_or_abort(int& turns, const char* what) {
+  if (++turns > 1000000) std::fprintf(stderr, "emulator: thread %d waits for ever for %s\n", thread(), what), std::abort();
+  yield();
+}
 inline void wait(Barrier& barrier) {
   const unsigned generation = barrier.generation;
   ++barrier.waiting;
   release(barrier);
-  while (barrier.generation == generation) yield();
+  for (int turns = 0; barrier.generation == generation;) yield_or_abort(turns, "other threads");
 }
 inline void warp_wait() { wait(warp_barriers[warp()]); }
 inline void block_wait() { wait(block_barriers[current->rank]); }
@@ -107,6 +118,17 @@ inline void copy_async(uint32_t shared, const void* source, int bytes, int size)
     current->open.push_back(copy);
   } else {
     land(copy);
+  }
+}
+inline void land_boxes(uint32_t barrier) {
+  for (size_t i = 0; i < boxes.size();) {
+    if (boxes[i].barrier == barrier) {
+      const std::function<void()> copy = std::move(boxes[i].copy);
+      boxes.erase(boxes.begin() + static_cast<std::ptrdiff_t>(i));
+      copy();
+    } else {
+      ++i;
+    }
   }
 }
 inline void commit() {
@@ -150,6 +172,7 @@ inline void run_cluster(Dim3 first, int blocks, int threads) {
   warp_slots.resize(warps);
   for (int rank = 0; rank < blocks; ++rank) block_barriers[rank] = Barrier{0, 0, threads};
   cluster_barrier = Barrier{0, 0, all};
+  for (Barrier& barrier : named_barriers) barrier = Barrier{};
   std::memset(cluster_shared, 0xff, static_cast<size_t>(blocks) * kSharedBytes);  // NaN in every type
   std::vector<int> queue(all);
   for (int i = 0; i < all; ++i) {

@@ -25,6 +25,12 @@ __device__ inline uint32_t load_word(uint32_t shared) {
   return word;
 }
 
+__device__ inline uint32_t load_byte(uint32_t shared) {
+  uint32_t byte;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(byte) : "r"(shared) : "memory");
+  return byte;
+}
+
 __device__ inline void store_word(uint32_t shared, uint32_t word) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(word) : "memory");
 }

@@ -41,4 +41,11 @@ __device__ inline void hold(float (&d)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// The same of a from registers, which the products still read.
+template <int N>
+__device__ inline void hold(uint32_t (&a)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+r"(a[i])::"memory");
+}
+
 }  // namespace kernelgen

@@ -9,6 +9,7 @@ inline uint32_t load_word(uint32_t shared) {
   std::memcpy(&word, emulator::dynamic_shared + shared, 4);
   return word;
 }
+inline uint32_t load_byte(uint32_t shared) { return emulator::dynamic_shared[shared]; }
 inline void store_word(uint32_t shared, uint32_t word) { std::memcpy(emulator::dynamic_shared + shared, &word, 4); }
 inline void load_pair(uint32_t (&words)[2], uint32_t shared) { std::memcpy(words, emulator::dynamic_shared + shared, 8); }
 inline void prefetch_l2(const void*) {}
