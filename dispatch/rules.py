@@ -184,6 +184,11 @@ RULES: tuple[Rule, ...] = (
     Rule("", "generated", 60, "specialised for this problem"),
     Rule("", "torch", 40, "works everywhere torch does"),
     Rule("", "reference", 1, "slow eager float64 version"),
+    Rule("", "cudnn", 35, "cuDNN by its own graphs (unmeasured: below everything that was)"),
+    Rule("", "flash_attn_4", 34, "FlashAttention-4 (unmeasured)"),
+    Rule("", "flash_attn_3", 33, "FlashAttention-3 (unmeasured)"),
+    Rule("", "flash_attn_2", 32, "FlashAttention-2 (unmeasured)"),
+    Rule("", "flashinfer", 31, "FlashInfer, whose kernels are compiled for minutes at first use (unmeasured)"),
 )
 
 

@@ -1,0 +1,393 @@
+"""cuDNN's fused attention through graphs of nvidia-cudnn-frontend, built once per problem and layout."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from kernelgen.dispatch.backends.base import Backend, Properties
+from kernelgen.dispatch.backends.wrapped import (
+    HALVES,
+    HIDDEN_VALUES,
+    INT32,
+    block_tables,
+    dense_starts,
+    found_version,
+    hides_keys_in_use,
+    longest,
+    nothing_empty,
+    on_cuda,
+    on_host,
+    positive_scale,
+    refused,
+    repair_empty_rows,
+    rows_may_be_empty,
+    sizes,
+    window_of,
+    with_comment,
+)
+from kernelgen.dispatch.libraries import Library
+from kernelgen.targets import Target
+from kernelgen.verdicts import Verdict, first_no, no, yes
+
+LIBRARY = Library("cudnn", "nvidia-cudnn-frontend", at_least="1.14.0", checked="1.32.0")
+CHECKED_BACKEND = 91900
+NAME = "cuDNN"
+_TAKEN = ("ragged", "window", "window_right", "sinks", "kv_lens", "lse")
+
+
+def words_of(version: int) -> str:
+    """ "9.19.0" of 91900, "8.9.7" of 8907."""
+    major, rest = divmod(version, 10_000 if version >= 10_000 else 1_000)
+    return f"{major}.{rest // 100}.{rest % 100}"
+
+
+@cache
+def _found_backend() -> tuple[int, str]:
+    if torch.backends.cudnn.is_available():
+        try:
+            return torch.backends.cudnn.version() or 0, ""
+        except RuntimeError as error:  # a library that does not load, or not the one that torch was built for
+            return 0, str(error).splitlines()[0]
+    for distribution in ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"):
+        try:
+            parts = [int(x) for x in importlib.metadata.version(distribution).split(".")[:3]]
+        except (importlib.metadata.PackageNotFoundError, ValueError):
+            continue
+        return parts[0] * 10_000 + parts[1] * 100 + parts[2], ""
+    return 0, "libcudnn.so.9 is not there: torch has none, and no nvidia-cudnn package is installed"
+
+
+def backend_version() -> tuple[int, str]:
+    """(91900 for cuDNN 9.19.0, ""), or (0, why the library cannot be had). Asks torch, which has it loaded, or package metadata."""
+    return _found_backend()
+
+
+def forget() -> None:
+    """Look again (tests)."""
+    _found_backend.cache_clear()
+
+
+@dataclass(frozen=True)
+class Since:
+    """What needs cuDNN ``version`` where ``when`` holds (support surface of the frontend 1.32 and its release notes)."""
+
+    version: int
+    words: str
+    when: Callable[[Any, Target], bool]
+
+
+def _paged(p: Any) -> bool:
+    return p.op == "paged_attention"
+
+
+def _ragged(p: Any) -> bool:
+    return getattr(p, "layout", "") == "ragged" or (_paged(p) and (p.max_seq_q or 0) > 1)
+
+
+def _bounded(p: Any) -> bool:
+    """A diagonal with keys to its right hidden."""
+    return window_of(p, None)[1] is not None
+
+
+def _largest_dim(p: Any) -> int:
+    return max(p.head_dim, p.head_dim_v)
+
+
+SINCE = (
+    Since(90000, "attention as this adapter asks for it", lambda p, target: True),
+    Since(90500, "paged caches", lambda p, target: _paged(p)),
+    Since(90700, "paged caches with several queries of a request", lambda p, target: _paged(p) and _ragged(p)),
+    Since(91801, "ragged requests below sm_90", lambda p, target: _ragged(p) and target.capability < 90),
+    Since(90600, "a bottom-right diagonal of any lengths", lambda p, target: _bounded(p)),
+    Since(90901, "one query with a diagonal", lambda p, target: _bounded(p) and p.seq_q == 1),
+    Since(90901, "head dims above 128 with a paged cache", lambda p, target: _paged(p) and _largest_dim(p) > 128),
+    Since(90901, "head dims above 128 on sm_80", lambda p, target: target.capability < 90 and _largest_dim(p) > 128),
+    Since(90901, "a window on sm_90", lambda p, target: p.window[0] is not None and target.capability == 90),
+    Since(91002, "a window that does not end at the diagonal", lambda p, target: p.windowed and not p.causal),
+    Since(91300, "sinks", lambda p, target: p.sinks),
+)
+# Releases that the frontend itself refuses for their faults.
+BROKEN = (91000, 91001)
+MOST_DIM = {80: 256, 86: 256, 89: 256, 90: 256, 100: 128, 103: 128}
+
+
+def _versions(p: Any, target: Target, version: int) -> Iterator[tuple[bool, str]]:
+    found = words_of(version)
+    yield version not in BROKEN, f"cuDNN {found} has faults in attention that its frontend refuses; needs 9.10.2 or later"
+    for rule in SINCE:
+        yield version >= rule.version or not rule.when(p, target), (
+            f"cuDNN {found} is too old for {rule.words}: needs {words_of(rule.version)} or later")
+    yield not (version == 91400 and p.windowed and not p.causal and (p.seq_k or 0) > 1024), (
+        f"cuDNN {found} is wrong for a window without causal over more than 1024 keys, got {p.seq_k}")
+
+
+def supports(p: Any, target: Target, version: int) -> Verdict:
+    """Attention and paged attention by cuDNN ``version``."""
+    most, paged = MOST_DIM.get(target.capability, 0), _paged(p)
+    dims, out = (p.head_dim, p.head_dim_v), p.out_dtype or p.q_dtype
+    return first_no(
+        on_cuda(target, NAME, tuple(MOST_DIM)),
+        *_versions(p, target, version),
+        (p.q_dtype not in ("e4m3", "e5m2"), f"{NAME} attends fp8 queries to a 16-bit output on Blackwell only, and this adapter has no fp8 "
+         f"form; got {p.q_dtype} on {target}"),
+        (p.q_dtype in HALVES and p.q_dtype == p.kv_dtype == out, f"{NAME} takes one of {', '.join(HALVES)} for q, k, v and out, got "
+         f"{p.q_dtype}/{p.kv_dtype} to {out}"),
+        *refused(p, NAME, _TAKEN),
+        (all(8 <= d <= most and d % 8 == 0 for d in dims) or (dims == (192, 128) and target.capability >= 100),
+         f"{NAME} takes head dims in multiples of 8 up to {most} on {target}, got {dims[0]}/{dims[1]}"),
+        (not (p.sinks and (p.max_seq_q if paged else p.seq_q) == 1), f"{NAME} has no sinks for one query per request"),
+        (p.alignment >= 16, f"{NAME} wants 16-byte aligned tensors and strides, got {p.alignment}"),
+        *((v.ok, v.reason) for v in (
+            on_host(p, NAME) if paged else yes(), nothing_empty(p, NAME),
+            # Offsets of ragged rows are 32-bit numbers of elements.
+            sizes(p, NAME, elements=INT32 if _ragged(p) else 2**63))),
+    )
+
+
+_handles = threading.local()
+
+
+def _handle(device: torch.device) -> Any:
+    """This thread's handle for a device, on the current stream."""
+    import cudnn
+
+    known = _handles.__dict__.setdefault("of", {})
+    if device not in known:
+        with torch.cuda.device(device):
+            known[device] = cudnn.create_handle()
+    cudnn.set_stream(known[device], torch.cuda.current_stream(device).cuda_stream)
+    return known[device]
+
+
+@dataclass(frozen=True)
+class Built:
+    """A finished graph, the bytes that it works in, and its tensors by name."""
+
+    graph: Any
+    workspace: int
+    tensors: dict[str, Any]
+
+    def run(self, device: torch.device, **given: torch.Tensor) -> None:
+        with torch.cuda.device(device):
+            workspace = torch.empty(max(self.workspace, 1), dtype=torch.uint8, device=device)
+            self.graph.execute({self.tensors[name]: value for name, value in given.items()}, workspace, handle=_handle(device))
+
+
+Form = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides in elements
+
+
+class Layout(NamedTuple):
+    """All that a graph is built from. ``forms``: (name, (batch, heads, rows, dim), strides) of q, k, v, out and, where asked for, lse."""
+
+    dtype: torch.dtype
+    forms: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+    scale: float
+    window: tuple[int | None, int | None]
+    padded: bool
+    ragged_q: bool
+    ragged_k: bool
+    sinks: bool
+    table: int = 0  # pages of a request, 0 without
+    page_size: int = 0
+
+
+def build(layout: Layout, device: torch.device) -> Built:
+    """The graph of a layout. Raises what the frontend raises where no engine of the library takes it."""
+    import cudnn
+
+    kinds = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF, torch.float32: cudnn.data_type.FLOAT}
+    forms = {name: (sizes, strides) for name, sizes, strides in layout.forms}
+    half, (batch, heads) = kinds[layout.dtype], forms["q"][0][:2]
+    graph = cudnn.pygraph(io_data_type=half, intermediate_data_type=cudnn.data_type.FLOAT, compute_data_type=cudnn.data_type.FLOAT,
+                          handle=_handle(device))
+    tensors: dict[str, Any] = {}
+
+    def tensor(name: str, sizes: tuple[int, ...], strides: tuple[int, ...], kind: Any) -> Any:
+        tensors[name] = graph.tensor(name=name, dim=list(sizes), stride=list(strides), data_type=kind)
+        return tensors[name]
+
+    def whole(name: str, count: int) -> Any:
+        return tensor(name, (count, 1, 1, 1), (1, 1, 1, 1), cudnn.data_type.INT32)
+
+    q, k, v = (tensor(name, *forms[name], half) for name in ("q", "k", "v"))
+    more: dict[str, Any] = {}
+    if layout.padded:
+        more |= {"use_padding_mask": True, "seq_len_q": whole("q_lens", batch), "seq_len_kv": whole("kv_lens", batch)}
+    left, right = layout.window
+    if left is not None or right is not None:
+        more["diagonal_alignment"] = cudnn.diagonal_alignment.BOTTOM_RIGHT
+    if left is not None:
+        more["diagonal_band_left_bound"] = left + 1  # it counts the diagonal
+    if right is not None:
+        more["diagonal_band_right_bound"] = right
+    if layout.sinks:
+        more["sink_token"] = tensor("sinks", (1, heads, 1, 1), (heads, 1, 1, 1), cudnn.data_type.FLOAT)
+    if layout.table:
+        shape = (batch, 1, layout.table, 1)
+        tables = [tensor(name, shape, (layout.table, layout.table, 1, 1), cudnn.data_type.INT32) for name in ("k_pages", "v_pages")]
+        more |= {"paged_attention_k_table": tables[0], "paged_attention_v_table": tables[1],
+                 "paged_attention_max_seq_len_kv": layout.table * layout.page_size}
+    if layout.ragged_q:
+        q.set_ragged_offset(whole("q_offsets", batch + 1))
+    if layout.ragged_k:
+        k.set_ragged_offset(whole("k_offsets", batch + 1))
+        v.set_ragged_offset(whole("v_offsets", batch + 1))
+    out, stats = graph.sdpa(name="attention", q=q, k=k, v=v, attn_scale=layout.scale, generate_stats="lse" in forms, **more)
+    out.set_output(True).set_dim(list(forms["out"][0])).set_stride(list(forms["out"][1])).set_data_type(half)
+    tensors["out"] = out
+    if layout.ragged_q:
+        out.set_ragged_offset(whole("out_offsets", batch + 1))
+    if "lse" in forms:
+        stats.set_output(True).set_dim(list(forms["lse"][0])).set_stride(list(forms["lse"][1])).set_data_type(cudnn.data_type.FLOAT)
+        tensors["lse"] = stats
+        if layout.ragged_q:
+            stats.set_ragged_offset(whole("lse_offsets", batch + 1))
+    graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    return Built(graph, int(graph.get_workspace_size()), tensors)
+
+
+_built: dict[tuple[Layout, torch.device], Built] = {}
+_GRAPHS = 1024  # a server with ever-changing lengths must not grow without bound
+
+
+def _graph(layout: Layout, device: torch.device) -> Built:
+    key = (layout, device)
+    if key not in _built:
+        if len(_built) >= _GRAPHS:
+            _built.clear()
+        _built[key] = build(layout, device)
+    return _built[key]
+
+
+def _heads_first(t: torch.Tensor) -> Form:
+    """Sizes and strides of (B, S, H, D) as (B, H, S, D)."""
+    (b, s, h, d), (sb, ss, sh, sd) = t.shape, t.stride()
+    return (b, h, s, d), (sb, sh, ss, sd)
+
+
+def _rows(t: torch.Tensor, batch: int, most: int) -> Form:
+    """Of (T, H, D), whose requests lie where offsets say."""
+    (_, h, d), (st, sh, sd) = t.shape, t.stride()
+    return (batch, h, most, d), (most * st, sh, st, sd)
+
+
+def _next_power(count: int) -> int:
+    return 1 << max(count - 1, 1).bit_length()  # at least 2: one query is another kernel, for which ragged rows are not meant
+
+
+def _execute(p: Any, t: Any, q: torch.Tensor, scale: float, forms: dict[str, Form], given: dict[str, torch.Tensor], **flags: Any) -> None:
+    layout = Layout(t.q.dtype, tuple((name, *form) for name, form in forms.items()), scale, flags.pop("window", window_of(p, None)),
+                    sinks=t.sinks is not None, **flags)
+    given = {"q": q, "out": t.out, **given}
+    if t.lse is not None:
+        given["lse"] = t.lse
+    if t.sinks is not None:
+        given["sinks"] = t.sinks.contiguous()
+    _graph(layout, q.device).run(q.device, **given)
+    if rows_may_be_empty(p):
+        repair_empty_rows(p, t, t.out, t.lse)
+
+
+def _dense(p: Any) -> Callable[[Any], Any]:
+    # A diagonal over more queries than keys exists for padded requests only.
+    padded = p.kv_lens or (p.seq_q > p.seq_k and window_of(p, None) != (None, None))
+
+    def run(t: Any) -> None:
+        q, scale = positive_scale(t.q, t.scale)
+        forms = {name: _heads_first(x) for name, x in (("q", q), ("k", t.k), ("v", t.v), ("out", t.out))}
+        if t.lse is not None:
+            forms["lse"] = (*t.lse.shape, 1), (*t.lse.stride(), 1)
+        given = {"k": t.k, "v": t.v}
+        if padded:
+            given["q_lens"] = dense_starts(p, q.device).diff()
+            given["kv_lens"] = t.kv_lens if t.kv_lens is not None else torch.full_like(given["q_lens"], p.seq_k)
+        _execute(p, t, q, scale, forms, given, padded=padded, ragged_q=False, ragged_k=False)
+
+    return run
+
+
+def _ragged_attention(p: Any) -> Callable[[Any], Any]:
+    most_q, most_k = _next_power(p.seq_q), _next_power(p.seq_k)
+
+    def run(t: Any) -> None:
+        q, scale = positive_scale(t.q, t.scale)
+        starts, keys = t.cu_seqlens_q, t.cu_seqlens_k
+        forms = _row_forms(p, t, q, p.batch, most_q) | {name: _rows(x, p.batch, most_k) for name, x in (("k", t.k), ("v", t.v))}
+        given = {"k": t.k, "v": t.v, "q_lens": starts.diff(), "kv_lens": keys.diff() if t.kv_lens is None else t.kv_lens,
+                 "k_offsets": keys * t.k.stride(0), "v_offsets": keys * t.v.stride(0), **_offsets(t, q, starts)}
+        _execute(p, t, q, scale, forms, given, padded=True, ragged_q=True, ragged_k=True)
+
+    return run
+
+
+def _row_forms(p: Any, t: Any, q: torch.Tensor, batch: int, most: int) -> dict[str, Form]:
+    forms = {"q": _rows(q, batch, most), "out": _rows(t.out, batch, most)}
+    if t.lse is not None:
+        forms["lse"] = _rows(t.lse.unsqueeze(-1), batch, most)
+    return forms
+
+
+def _offsets(t: Any, q: torch.Tensor, starts: torch.Tensor) -> dict[str, torch.Tensor]:
+    given = {"q_offsets": starts * q.stride(0), "out_offsets": starts * t.out.stride(0)}
+    if t.lse is not None:
+        given["lse_offsets"] = starts * t.lse.stride(0)
+    return given
+
+
+def _paged_attention(p: Any) -> Callable[[Any], Any]:
+    def run(t: Any) -> None:
+        q, scale = positive_scale(t.q, t.scale)
+        a, (most, _) = t.arrays, longest(t.arrays)
+        # One query of every request: rows without offsets, for which the library has kernels of its own.
+        decode = most == 1 and a.host.starts[-1] == a.batch
+        forms = _row_forms(p, t, q, a.batch, 1 if decode else _next_power(most))
+        forms |= {"k": _heads_first(t.k_cache), "v": _heads_first(t.v_cache)}
+        pages = block_tables(a, p.page_size, power=True)
+        given = {"k": t.k_cache, "v": t.v_cache, "k_pages": pages, "v_pages": pages, "q_lens": a.q_indptr.diff(), "kv_lens": a.kv_lens}
+        flags: dict[str, Any] = {}
+        if not decode:
+            given |= _offsets(t, q, a.q_indptr)
+        elif p.window[0] is None:
+            flags["window"] = (None, None)  # its one query is the last: nothing lies right of it
+        _execute(p, t, q, scale, forms, given, padded=True, ragged_q=not decode, ragged_k=False, table=pages.shape[1],
+                 page_size=p.page_size, **flags)
+
+    return run
+
+
+class Cudnn(Backend):
+    name = "cudnn"
+
+    def candidates(self, problem: Any, target: Target, live: bool) -> Iterator[tuple[str, Any, Verdict]]:
+        if problem.op not in ("attention", "paged_attention"):
+            yield "", None, no(f"this adapter calls cuDNN for attention only, not for {problem.op}")
+            return
+        here, _ = found_version(LIBRARY, live)
+        version, trouble = backend_version()
+        if not live and not version:
+            version, trouble = CHECKED_BACKEND, ""
+        if not here:
+            yield "", None, here
+        elif trouble:
+            yield "", None, no(f"cuDNN could not be loaded: {trouble}")
+        else:
+            verdict = supports(problem, target, version)
+            yield "", None, with_comment(yes(HIDDEN_VALUES) if verdict and hides_keys_in_use(problem) else verdict, here.reason)
+
+    def prepare(self, problem: Any, target: Target, kernel: str, config: Any, tensors: Any) -> Callable[[Any], Any]:
+        if problem.op == "paged_attention":
+            return _paged_attention(problem)
+        return _dense(problem) if problem.layout == "dense" else _ragged_attention(problem)
+
+    def properties(self, problem: Any, kernel: str) -> Properties:
+        return Properties(deterministic=True, batch_invariant=False, graph_safe=True, backward=False)
+
+
+BACKEND = Cudnn()
