@@ -89,7 +89,7 @@ def with_comment(verdict: Verdict, comment: str) -> Verdict:
 
 
 # What every library of tensor-core attention does with a value that a row may not see but whose tile it computes: 0 * NaN.
-HIDDEN_VALUES = "a NaN or inf of a key in use that a row may not attend to may reach that row"
+HIDDEN_VALUES = "may let a NaN or inf of a hidden key in use through"
 
 
 def hides_keys_in_use(p: Any) -> bool:
