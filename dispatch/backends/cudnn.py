@@ -174,10 +174,11 @@ class Built:
     workspace: int
     tensors: dict[str, Any]
 
-    def run(self, device: torch.device, **given: torch.Tensor) -> None:
-        with torch.cuda.device(device):
-            workspace = torch.empty(max(self.workspace, 1), dtype=torch.uint8, device=device)
-            self.graph.execute({self.tensors[name]: value for name, value in given.items()}, workspace, handle=_handle(device))
+    def run(self, **given: torch.Tensor) -> None:
+        q = given["q"]
+        with torch.cuda.device_of(q):
+            workspace = torch.empty(max(self.workspace, 1), dtype=torch.uint8, device=q.device)
+            self.graph.execute({self.tensors[name]: value for name, value in given.items()}, workspace, handle=_handle(q.device))
 
 
 Form = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides in elements
@@ -290,7 +291,7 @@ def _execute(p: Any, t: Any, q: torch.Tensor, scale: float, forms: dict[str, For
         given["lse"] = t.lse
     if t.sinks is not None:
         given["sinks"] = t.sinks.contiguous()
-    _graph(layout, q.device).run(q.device, **given)
+    _graph(layout, q.device).run(**given)
     if rows_may_be_empty(p):
         repair_empty_rows(p, t, t.out, t.lse)
 

@@ -31,7 +31,7 @@ def adapter_specs(count: int, **axes: tuple[Any, ...]) -> list[Spec]:
 def only(backend: str, kernel: str) -> Iterator[None]:
     """One kernel of a backend, whatever the others of it score; page tables with their lengths on the host."""
     adapter, table = backends()[backend], attention_cases._table
-    every = adapter.candidates
+    every, before = adapter.candidates, adapter.__dict__.get("candidates")
 
     def chosen(problem: Any, target: Any, live: bool) -> Iterator[Any]:
         return (row for row in every(problem, target, live) if row[0] == kernel or not row[2])
@@ -47,7 +47,10 @@ def only(backend: str, kernel: str) -> Iterator[None]:
     try:
         yield
     finally:
-        del adapter.candidates
+        if before is None:
+            del adapter.candidates
+        else:
+            adapter.candidates = before  # type: ignore[method-assign]
         attention_cases._table = table
         forget()
 
