@@ -21,9 +21,9 @@ from kernelgen.dispatch.backends.wrapped import (
     found_version,
     hides_keys_in_use,
     longest,
-    nothing_empty,
     on_cuda,
     on_host,
+    ordinary,
     positive_scale,
     refused,
     repair_empty_rows,
@@ -145,7 +145,7 @@ def supports(p: Any, target: Target, version: int) -> Verdict:
         (not (p.sinks and (p.max_seq_q if paged else p.seq_q) == 1), f"{NAME} has no sinks for one query per request"),
         (p.alignment >= 16, f"{NAME} wants 16-byte aligned tensors and strides, got {p.alignment}"),
         *((v.ok, v.reason) for v in (
-            on_host(p, NAME) if paged else yes(), nothing_empty(p, NAME),
+            on_host(p, NAME) if paged else yes(), ordinary(p, NAME),
             # Offsets of ragged rows are 32-bit numbers of elements.
             sizes(p, NAME, elements=INT32 if _ragged(p) else 2**63))),
     )
@@ -162,7 +162,7 @@ def _handle(device: torch.device) -> Any:
     if device not in known:
         with torch.cuda.device(device):
             known[device] = cudnn.create_handle()
-    cudnn.set_stream(known[device], torch.cuda.current_stream(device).cuda_stream)
+    cudnn.set_stream(handle=known[device], stream=torch.cuda.current_stream(device).cuda_stream)
     return known[device]
 
 

@@ -22,9 +22,9 @@ from kernelgen.dispatch.backends.wrapped import (
     hides_keys_in_use,
     longest,
     needs_version,
-    nothing_empty,
     on_cuda,
     on_host,
+    ordinary,
     positive_scale,
     refused,
     sizes,
@@ -77,7 +77,7 @@ def supports(p: Any, target: Target, version: str) -> Verdict:
         (not (getattr(p, "kv_lens", False) and p.requires_grad), f"{NAME} has no gradient through kv_lens"),
         (not (getattr(p, "kv_lens", False) and p.layout == "ragged"), f"{NAME} has no kv_lens of ragged keys"),
         (not (getattr(p, "requires_grad", False) and p.return_lse), f"the LSE of {NAME} has no gradient"),
-        *((v.ok, v.reason) for v in (on_host(p, NAME) if paged else yes(), nothing_empty(p, NAME), sizes(p, NAME))),
+        *((v.ok, v.reason) for v in (on_host(p, NAME) if paged else yes(), ordinary(p, NAME), sizes(p, NAME))),
     )
     return yes(HIDDEN_VALUES) if verdict and hides_keys_in_use(p) else verdict
 

@@ -22,9 +22,9 @@ from kernelgen.dispatch.backends.wrapped import (
     found_version,
     hides_keys_in_use,
     longest,
-    nothing_empty,
     on_cuda,
     on_host,
+    ordinary,
     owned_values,
     positive_scale,
     refused,
@@ -69,7 +69,7 @@ def supports(p: Any, target: Target) -> Verdict:
         (not paged or p.page_size < LARGEST_PAGE, f"{NAME} may read whole pages from {LARGEST_PAGE} tokens on, NaN of unused slots "
          f"included, got pages of {p.page_size if paged else 0}"),
         (p.alignment >= 16, f"{NAME} wants 16-byte aligned tensors and strides, got {p.alignment}"),
-        *((v.ok, v.reason) for v in (on_host(p, NAME) if paged else yes(), nothing_empty(p, NAME), sizes(p, NAME))),
+        *((v.ok, v.reason) for v in (on_host(p, NAME) if paged else yes(), ordinary(p, NAME), sizes(p, NAME))),
     )
     return yes(HIDDEN_VALUES) if verdict and hides_keys_in_use(p) else verdict
 

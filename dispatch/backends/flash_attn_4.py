@@ -20,9 +20,9 @@ from kernelgen.dispatch.backends.wrapped import (
     found_version,
     hides_keys_in_use,
     longest,
-    nothing_empty,
     on_cuda,
     on_host,
+    ordinary,
     owned_values,
     positive_scale,
     refused,
@@ -51,7 +51,7 @@ def supports(p: Any, target: Target) -> Verdict:
         *refused(p, NAME, _TAKEN),
         *_dims(p, target),
         (p.alignment >= 16, f"{NAME} wants 16-byte aligned tensors and strides (it copies others), got {p.alignment}"),
-        *((v.ok, v.reason) for v in (nothing_empty(p, NAME), sizes(p, NAME))),
+        *((v.ok, v.reason) for v in (ordinary(p, NAME), sizes(p, NAME))),
         (not p.requires_grad or p.head_dim == p.head_dim_v <= 128,
          f"{NAME}'s backward was only tried for equal head dims up to 128, got {p.head_dim}/{p.head_dim_v}"),
         (not (p.requires_grad and p.sinks), f"{NAME}'s gradient of sinks was not tried"),
@@ -78,7 +78,7 @@ def supports_paged(p: Any, target: Target) -> Verdict:
         (p.alignment >= 16, f"{NAME} wants 16-byte aligned tensors and strides, got {p.alignment}"),
         (p.page_size < 64, f"{NAME} reads whole pages where one is a tile of keys, NaN of unused slots included: pages below 64 are "
          f"gathered row by row, got {p.page_size}"),
-        *((v.ok, v.reason) for v in (on_host(p, NAME), nothing_empty(p, NAME), sizes(p, NAME))),
+        *((v.ok, v.reason) for v in (on_host(p, NAME), ordinary(p, NAME), sizes(p, NAME))),
     )
 
 

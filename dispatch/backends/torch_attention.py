@@ -18,8 +18,8 @@ from kernelgen.dispatch.backends.wrapped import (
     copy_owned,
     dense_starts,
     hides_keys_in_use,
-    nothing_empty,
     on_cuda,
+    ordinary,
     positive_scale,
     refused,
     sizes,
@@ -71,10 +71,11 @@ def _sdpa_verdict(p: AttentionProblem, target: Target, kernel: str) -> Verdict:
 
 def _kernel_limits(p: AttentionProblem, target: Target, kernel: str) -> Iterator[tuple[bool, str]]:
     label, dims = f"torch's {kernel} attention", (p.head_dim, p.head_dim_v)
-    for v in (nothing_empty(p, label), sizes(p, label)):
+    for v in (ordinary(p, label), sizes(p, label)):
         yield v.ok, v.reason
     yield p.alignment >= 16, f"{label} wants 16-byte aligned tensors and strides, got {p.alignment}"
     if kernel == "efficient":
+        yield max(dims) <= 512, f"{label} is asked to take head dims up to 512, got {dims[0]}/{dims[1]}"
         return
     yield not needs_mask(p), f"{label} is not asked to take a mask, as window, kv_lens and causal over unlike lengths need one"
     most = 128 if kernel == "cudnn" and target.capability != 90 else 256
@@ -93,7 +94,7 @@ def _forward_verdict(p: AttentionProblem, target: Target) -> Verdict:
         *refused(p, label, ("ragged", "window", "window_right", "kv_lens", "lse")),
         (p.head_dim == p.head_dim_v <= 256, f"{label} takes equal head dims up to 256, got {p.head_dim}/{p.head_dim_v}"),
         (p.alignment >= 16, f"{label} wants 16-byte aligned tensors and strides, got {p.alignment}"),
-        *((v.ok, v.reason) for v in (nothing_empty(p, label), sizes(p, label))),
+        *((v.ok, v.reason) for v in (ordinary(p, label), sizes(p, label))),
     )
     return yes(HIDDEN_VALUES) if verdict and hides_keys_in_use(p) else verdict
 

@@ -56,10 +56,13 @@ def sizes(p: Any, library: str, *, tokens: int = INT32, elements: int = 2**63, b
     return first_no(*((got < limit, f"{library} takes at most {limit - 1} {what}, got {got}") for what, got, limit in counts))
 
 
-def nothing_empty(p: Any, library: str) -> Verdict:
-    """Libraries differ in what they do without keys, requests or queries: none is asked to."""
-    return first_no(*((n is None or n > 0, f"{library} is not asked to run a problem with {what} of 0") for what, n in (
-        ("batch", p.batch), ("query length", p.seq_q), ("key length", p.seq_k), ("query heads", p.num_q_heads))))
+def ordinary(p: Any, library: str) -> Verdict:
+    """Libraries differ in what they do without keys, requests or queries: none is asked to. Head dims in multiples of 8."""
+    counts = (("batch", p.batch), ("query length", p.seq_q), ("key length", p.seq_k), ("query heads", p.num_q_heads),
+              ("key heads", p.num_kv_heads))
+    return first_no(
+        *((n is None or n > 0, f"{library} is not asked to run a problem with {what} of 0") for what, n in counts),
+        *((d > 0 and d % 8 == 0, f"{library} takes head dims in multiples of 8, got {d}") for d in (p.head_dim, p.head_dim_v)))
 
 
 def found_version(library: Library, live: bool) -> tuple[Verdict, str]:

@@ -13,11 +13,9 @@ from kernelgen.dispatch.backends.wrapped import (
     HALVES,
     HIDDEN_VALUES,
     INT32,
-    copy_owned,
     hides_keys_in_use,
-    nothing_empty,
     on_cuda,
-    owned_values,
+    ordinary,
     positive_scale,
     refused,
     sizes,
@@ -42,7 +40,7 @@ def common(p: Any, target: Target, kernel: str) -> Iterator[tuple[bool, str]]:
     dims = (p.head_dim, p.head_dim_v)
     yield dims in PAIRS, f"{label} takes head dims {', '.join(f'{a}/{b}' for a, b in PAIRS)}, got {dims[0]}/{dims[1]}"
     yield p.alignment >= 16, f"{label} wants 16-byte aligned tensors and strides, got {p.alignment}"
-    for v in (nothing_empty(p, label), sizes(p, label, elements=INT32)):
+    for v in (ordinary(p, label), sizes(p, label, elements=INT32)):
         yield v.ok, v.reason
 
 
@@ -91,15 +89,16 @@ def prepare(p: AttentionProblem, target: Target, kernel: str, tensors: Any) -> C
         planned = wrapper(q.device, f"ragged {kernel}",
                           lambda memory: flashinfer.BatchPrefillWithRaggedKVCacheWrapper(memory, "NHD", backend=kernel))
         w = planned.plan(key, None, plan)
-        flat = [x.reshape(-1, *x.shape[-2:]).contiguous() for x in (q, t.k, owned_values(p, t))]
-        out = as_given(t.out)
-        shape = (flat[0].shape[0], p.num_q_heads)
-        lse = torch.empty(shape, dtype=torch.float32, device=q.device) if t.lse is not None else None
-        w.run(*flat, out=out.view(-1, *out.shape[-2:]), lse=lse, return_lse=lse is not None)
+        # Rows past the last request are not handed over: kernels neither read nor write them.
+        count_q, count_k = int(starts_q[-1]), int(starts_k[-1])
+        q, k, v, out = (x.reshape(-1, *x.shape[-2:])[:n].contiguous() for x, n in (
+            (q, count_q), (t.k, count_k), (t.v, count_k), (as_given(t.out), count_q)))
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if t.lse is not None else None
+        w.run(q, k, v, out=out, lse=lse, return_lse=lse is not None)
         if lse is not None:
             lse = lse.mul_(LN_2)
-            t.lse.copy_(lse.view(p.batch, p.seq_q, -1).transpose(1, 2)) if dense else copy_owned(t, t.lse, lse)
-        if out is not t.out:
-            t.out.copy_(out) if dense else copy_owned(t, t.out, out)
+            (t.lse if dense else t.lse[:count_q]).copy_(lse.view(p.batch, p.seq_q, -1).transpose(1, 2) if dense else lse)
+        if out.data_ptr() != t.out.data_ptr():
+            (t.out if dense else t.out[:count_q]).copy_(out.view(t.out.shape) if dense else out)
 
     return run

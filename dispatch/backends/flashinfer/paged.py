@@ -17,9 +17,9 @@ from kernelgen.dispatch.backends.wrapped import (
     INT32,
     block_tables,
     longest,
-    nothing_empty,
     on_cuda,
     on_host,
+    ordinary,
     positive_scale,
     refused,
     remembered,
@@ -63,7 +63,7 @@ def supports_decode(p: PagedAttentionProblem, target: Target) -> Verdict:
         (p.head_dim == p.head_dim_v and p.head_dim in DECODE_DIMS,
          f"{label} takes head dims {', '.join(map(str, DECODE_DIMS))}, equal for keys and values, got {p.head_dim}/{p.head_dim_v}"),
         (p.alignment >= 16, f"{label} wants 16-byte aligned tensors and strides, got {p.alignment}"),
-        *((v.ok, v.reason) for v in (nothing_empty(p, label), sizes(p, label, elements=INT32))),
+        *((v.ok, v.reason) for v in (ordinary(p, label), sizes(p, label, elements=INT32))),
     )
 
 
@@ -85,7 +85,7 @@ def supports_xqa(p: PagedAttentionProblem, target: Target) -> Verdict:
          f"{label} takes head dims in multiples of 16 up to 256, equal for keys and values, got {p.head_dim}/{p.head_dim_v}"),
         (p.group_size <= 16, f"{label} takes groups of at most 16 query heads, got {p.group_size}"),
         (p.alignment >= 16, f"{label} wants 16-byte aligned tensors and strides, got {p.alignment}"),
-        *((v.ok, v.reason) for v in (nothing_empty(p, label), sizes(p, label, elements=INT32))),
+        *((v.ok, v.reason) for v in (ordinary(p, label), sizes(p, label, elements=INT32))),
     )
 
 
@@ -188,7 +188,7 @@ def _decode(p: PagedAttentionProblem) -> Callable[[Any], Any]:
                    logits_soft_cap=t.soft_cap, q_data_type=q.dtype, kv_data_type=t.k_cache.dtype)
 
         planned = wrapper(q.device, f"decode {p.kv_layout}",
-                          lambda memory: flashinfer.BatchDecodeWithPagedKVCacheWrapper(memory, p.kv_layout))
+                          lambda memory: flashinfer.BatchDecodeWithPagedKVCacheWrapper(memory, p.kv_layout, backend="fa2"))
         w = planned.plan(key, a.lengths, plan)
         _by_request(t, place, lambda out, lse: w.run(q, _caches(p, t), out=out, lse=lse, return_lse=lse is not None))
 

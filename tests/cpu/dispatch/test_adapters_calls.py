@@ -28,7 +28,8 @@ def _specs(backend: str, kernel: str) -> list[Spec]:
     if backend == "cudnn":
         axes |= {"cap": (False,)}
     if backend in ("flash_attn_2", "flash_attn_3"):
-        axes |= {"sinks": (False,), "kv_lens": (False, backend == "flash_attn_2"), "alibi": (False, True) if backend == "flash_attn_2" else (False,)}
+        second = (False, backend == "flash_attn_2")
+        axes |= {"sinks": (False,), "kv_lens": second, "alibi": second}
     return adapter_specs(20, **axes)
 
 
