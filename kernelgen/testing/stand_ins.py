@@ -47,14 +47,14 @@ def in_place_of(backend: str, target: str = "sm_90a") -> Iterator[list[tuple[str
     Yields the calls so far: (function, keyword arguments).
     """
     calls: list[tuple[str, dict[str, Any]]] = []
-    adapter, modules = backends()[backend], _MODULES[backend](calls)
+    adapter, modules, seen = backends()[backend], _MODULES[backend](calls), Target.parse(target)
     before = {name: sys.modules.get(name) for name in modules}
     every, handle = adapter.candidates, cudnn._handle
     sys.modules.update(modules)
     cudnn._handle = lambda device: None
     cudnn._built.clear()
     wrappers.forget()
-    adapter.candidates = lambda problem, _, live: every(problem, Target.parse(target), live)  # type: ignore[method-assign]
+    adapter.candidates = lambda problem, target, live: every(problem, seen, live)  # type: ignore[method-assign]
     try:
         with installed(**EVERYTHING):
             yield calls
@@ -118,7 +118,9 @@ _FLASH_NAMES = {"flash_attn_func": _QKV, "flash_attn_varlen_func": (*_QKV, *_STA
 def _paged(q: Any, k: Any, v: Any, table: Any, lens: Any, starts: Any, common: dict[str, Any]) -> tuple[Any, Any]:
     size = k.shape[1]
     pages = tuple(tuple(row[: -(-n // size)]) for row, n in zip(table.tolist(), lens.tolist()))
-    return reference.paged_attention(q, (k, v), reference.PageTable(pages, tuple(lens.tolist()), size), cu_seqlens_q=starts, **common)
+    table = reference.PageTable(pages, tuple(lens.tolist()), size)
+    found: tuple[Any, Any] = reference.paged_attention(q, (k, v), table, cu_seqlens_q=starts, **common)  # type: ignore[assignment]
+    return found
 
 
 def _flash_modules(calls: list[Any]) -> dict[str, types.ModuleType]:
