@@ -39,6 +39,8 @@ NAME = "FlashAttention-4"
 # (head_dim, head_dim_v) by capability beyond the ranges, which end at LARGEST; interface._validate_head_dims of 4.0.0b36.
 LARGEST = {90: 256, 100: 128, 103: 128, 110: 128}
 PAIRS = {100: ((192, 128), (256, 256)), 103: ((192, 128), (256, 256)), 110: ((192, 128), (256, 256))}
+# Keys of a tile on some target: a page of so many is loaded whole, others row by row with zeros past a request's length.
+TILES = (64, 80, 96, 112, 128, 144)
 _TAKEN = ("ragged", "window", "window_right", "soft_cap", "sinks", "lse", "gradient")
 
 
@@ -76,8 +78,8 @@ def supports_paged(p: Any, target: Target) -> Verdict:
         (p.head_dim % 16 == 0 and p.head_dim_v % 16 == 0,
          f"{NAME}'s paged loads take head dims in multiples of 16, got {p.head_dim}/{p.head_dim_v}"),
         (p.alignment >= 16, f"{NAME} wants 16-byte aligned tensors and strides, got {p.alignment}"),
-        (p.page_size < 64, f"{NAME} reads whole pages where one is a tile of keys, NaN of unused slots included: pages below 64 are "
-         f"gathered row by row, got {p.page_size}"),
+        (p.page_size not in TILES, f"{NAME} reads a page whole where it is a tile of keys, NaN of unused slots included: a page of "
+         f"{p.page_size} tokens may be one"),
         *((v.ok, v.reason) for v in (on_host(p, NAME), ordinary(p, NAME), sizes(p, NAME))),
     )
 

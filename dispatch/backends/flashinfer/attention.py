@@ -64,7 +64,7 @@ def rows(p: AttentionProblem, target: Target) -> Iterator[tuple[str, Verdict]]:
 
 
 def properties(p: AttentionProblem, kernel: str) -> Properties:
-    # Keys are not split (see the plan), so a row's bits do not depend on the batch; a plan lies in memory that the next one reuses.
+    # fa2 is planned without a split of the keys where that is asked for; a plan lies in memory that the next one reuses.
     return Properties(deterministic=True, batch_invariant=kernel == "fa2", graph_safe=False, backward=False)
 
 
@@ -80,7 +80,7 @@ def prepare(p: AttentionProblem, target: Target, kernel: str, tensors: Any) -> C
         q, scale = positive_scale(t.q, t.scale)
         starts_q, starts_k = (dense_q, dense_k) if dense else (t.cu_seqlens_q.cpu(), t.cu_seqlens_k.cpu())
         key = (p, scale, t.soft_cap, None if dense else (tuple(starts_q.tolist()), tuple(starts_k.tolist())))
-        split = {"disable_split_kv": True} if kernel == "fa2" else {}
+        split = {"disable_split_kv": True} if kernel == "fa2" and p.batch_invariant else {}
 
         def plan(w: Any) -> None:
             w.plan(starts_q, starts_k, p.num_q_heads, p.num_kv_heads, p.head_dim, head_dim_vo=p.head_dim_v, causal=p.causal,

@@ -68,6 +68,8 @@ TABLE: list[tuple[str, str, str, Any, str]] = [
     ("flash_attn_4", "", "sm_100", replace(DENSE, head_dim=136), "got 136/128"),
     ("flash_attn_4", "", "sm_90a", replace(DENSE, **FP8), "bf16, fp16"),
     ("flash_attn_4", "", "sm_90a", replace(DENSE, kv_lens=True), "kv_lens"),
+    ("flash_attn_4", "", "sm_90a", replace(PAGED, page_size=256), ""),
+    ("flash_attn_4", "", "sm_90a", replace(PAGED, page_size=128), "a page of 128 tokens may be one"),
     ("flashinfer", "fa2", "sm_80", RAGGED, ""),
     ("flashinfer", "fa3", "sm_80", RAGGED, "runs on sm_90"),
     ("flashinfer", "fa3", "sm_90a", DENSE, ""),
