@@ -58,7 +58,7 @@ def _rows(grouping: str, ends: torch.Tensor, shape: tuple[int, ...]) -> torch.Te
 
 def check_grouped(
     grouping: str, a: torch.Tensor, b: Any, ends: torch.Tensor, *, seed: int, what: str, out_dtype: torch.dtype | None = None,
-    out_pad: int = 0, **features: Any,
+    out_pad: int = 0, backend: str = "generated", **features: Any,
 ) -> torch.Tensor:
     """Twice into poisoned outputs: rows of groups against the float64 oracle and each other, all others untouched."""
     call, oracle, plain = _calls(grouping)
@@ -69,7 +69,7 @@ def check_grouped(
     for _ in range(2):
         buffer = poison_(torch.empty(*exact.shape[:-1], exact.shape[-1] + out_pad, dtype=dtype, device=a.device))
         out = buffer[..., : exact.shape[-1]]
-        assert call(a, b, ends, out=out, backend="generated", out_dtype=out_dtype, **features) is out, what
+        assert call(a, b, ends, out=out, backend=backend, out_dtype=out_dtype, **features) is out, what
         if not bool(buffer[~used].isnan().all()) or (out_pad and not bool(buffer[..., -out_pad:].isnan().all())):
             raise AssertionError(f"{what}: wrote outside the rows of groups")
         results.append(out)
