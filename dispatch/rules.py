@@ -195,6 +195,10 @@ RULES: tuple[Rule, ...] = (
          "2026-11-30, tools/bench/results/h200_gemm_hopper.json), before what the contract adds: cut ends, rows left alone",
          target_kind="cuda"),
     Rule("", "cublaslt", 45, "products alone"),
+    Rule("gemm", "flashinfer", 38, "unmeasured; it compiles at its first use, for up to minutes", target_kind="cuda"),
+    Rule("moe", "flashinfer", 0.5, "when asked for by name: it compiles for minutes at its first use, and was never timed here",
+         target_kind="cuda"),
+    Rule("", "flashinfer", 35, "unmeasured"),
     Rule("", "triton", 30, "portable, for what has no kernel elsewhere; untuned"),
 )
 

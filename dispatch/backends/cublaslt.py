@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kernelgen.dispatch.backends.base import Backend, Properties
-from kernelgen.dispatch.backends.cublaslt_calls import PREPARE, Run, fuses
+from kernelgen.dispatch.backends.cublaslt_calls import PREPARE, Run, fuses, odd_blocks
 from kernelgen.dispatch.backends.product_steps import BLOCKS, FLOATS, FP8, INT32, empty, plain
 from kernelgen.problems.gemm import ACTIVATIONS
 from kernelgen.targets import Target
@@ -48,16 +48,23 @@ def _matmul_verdict(p: Any, target: Target) -> Verdict:
 
 def _scaled_verdict(p: Any, target: Target) -> Verdict:
     what = "_scaled_mm"
-    return first_no(
+    verdict = first_no(
         *_common(p, target, what),
         (target.capability in (on := _SCALED_ON.get(p.scales, ())), f"scales={p.scales} need {_listed(on)}, got {target}"),
         (not p.requires_grad, f"{what} has no backward"),
+        (p.batch <= 1 or not p.batched_b, f"a batch of {p.batch} matrices b, {what} takes one"),
+    )
+    if not verdict or empty(p):
+        return verdict
+    return first_no(
         ((p.a_dtype, p.b_dtype) != ("e5m2", "e5m2"), "a and b are both e5m2, cuBLASLt needs an e4m3 among the two"),
         ((p.a_order, p.b_order) == ("row", "col"), f"operands in orders {(p.a_order, p.b_order)}, {what} needs K contiguous in both"),
         (p.k % 16 == 0, f"K = {p.k} is not a multiple of 16"),
         (p.n % 16 == 0, f"N = {p.n} is not a multiple of 16"),
         (p.alignment == 16, f"rows of a or b are aligned to {p.alignment} bytes, cuBLASLt needs 16"),
-        (p.batch <= 1 or not p.batched_b, f"a batch of {p.batch} matrices b, {what} takes one"),
+        (not odd_blocks(p) or p.a_dtype == p.b_dtype == "e4m3",
+         f"K = {p.k} has {-(-p.k // 128)} blocks, no multiple of 4: torch takes such scales of 128 x 128 for e4m3 alone, got "
+         f"{p.a_dtype}/{p.b_dtype}"),
     )
 
 

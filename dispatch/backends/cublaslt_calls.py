@@ -59,7 +59,7 @@ def _operands(p: Any, t: Any, flat: bool) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _matmul(p: Any, sample: Any) -> Run:
     flat = p.batch == 1 or (not p.batched_b and folds(sample.a, sample.out, sample.c))
-    fused = fuses(p) and (not p.activation or flat)
+    fused = fuses(p) and (not p.activation or flat and not empty(p))
     # _addmm_activation wants a bias; a line of zeros stands in for none.
     lane = torch.zeros(p.n, dtype=sample.a.dtype, device=sample.a.device) if fused and p.activation and not p.bias else None
 
@@ -125,10 +125,10 @@ def _product_of(p: Any) -> Callable[..., torch.Tensor]:
         value = scaled_mm(a, b, scale_a, ScalingType.BlockWise1x128, scale_b, ScalingType.BlockWise128x128, bias=bias, output_dtype=dtype)
         return value if out is None else out.copy_(value)
 
-    return newer if _odd_blocks(p) else scaled_mm
+    return newer if odd_blocks(p) else scaled_mm
 
 
-def _odd_blocks(p: Any) -> bool:
+def odd_blocks(p: Any) -> bool:
     return p.scales == "block_128x128" and -(-p.k // 128) % 4 != 0
 
 
@@ -150,7 +150,7 @@ def _scales_of(p: Any, whole: int) -> Callable[[Any], tuple[torch.Tensor, torch.
 
     def of_blocks(t: Any) -> torch.Tensor:
         scale = t.scale_b[0]
-        return rows_contiguous(_with_rows(scale, -(-blocks // 4) * 4) if _odd_blocks(p) else scale)
+        return rows_contiguous(_with_rows(scale, -(-blocks // 4) * 4) if odd_blocks(p) else scale)
 
     table: dict[str, Callable[[Any], tuple[torch.Tensor, torch.Tensor]]] = {
         "tensor": lambda t: (t.scale_a[0, 0], t.scale_b[0, 0, :1]),

@@ -63,8 +63,8 @@ def at_16_bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 def row_scales(scale: torch.Tensor, rows: int) -> torch.Tensor:
-    """(B, M, 1) or (1, 1, N), any strides, as one contiguous line."""
-    return at_16_bytes(scale.reshape(rows).contiguous())
+    """(B, M, 1) or (1, 1, N), any strides, as one contiguous line. That of one entry is 1, too."""
+    return at_16_bytes(scale.reshape(rows).contiguous()).as_strided((rows,), (1,))
 
 
 def rows_contiguous(scale: torch.Tensor) -> torch.Tensor:

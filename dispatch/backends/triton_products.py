@@ -96,10 +96,11 @@ def product(
         left = tl.load(a_at + wide_depth[None, :] * a_column, mask=in_rows & (depth[None, :] < k_end), other=0.0)
         inside = (depth[:, None] < k_end) & in_columns
         right = tl.load(b_at + wide_depth[:, None] * b_row + wide_gate[None, :] * b_column, mask=inside, other=0.0)
-        sums = tl.dot(left, right, sums, input_precision="ieee", out_dtype=SUMS)
+        # Each block of K is summed for itself: one running sum of all of K would lose bits to its own size.
+        sums += tl.dot(left, right, input_precision="ieee", out_dtype=SUMS)
         if GATES != "":
             right = tl.load(b_at + wide_depth[:, None] * b_row + wide_up[None, :] * b_column, mask=inside, other=0.0)
-            more = tl.dot(left, right, more, input_precision="ieee", out_dtype=SUMS)
+            more += tl.dot(left, right, input_precision="ieee", out_dtype=SUMS)
     if BIAS:
         line = bias + matrix.to(tl.int64) * bias_batch
         sums += tl.load(line + gate, mask=columns < outputs, other=0.0).to(SUMS)[None, :]
