@@ -48,13 +48,28 @@ def _start_of_group(ends, group, k):
 
 
 @triton.jit
+def _add(sums, lost, part):
+    """(sums + part, what its rounding lost), after Kahan; an infinity loses nothing. Written as a difference it is not taken for one
+    running sum of all of K."""
+    part = part - lost
+    total = sums + part
+    return total, tl.where(total - total == 0, (total - sums) - part, 0.0)
+
+
+# Extents and strides of rows that are compiled in would ask for a compilation for every other divisibility of theirs.
+_AT_RUN_TIME = ["groups", "m", "n", "k", "tiles_m", "tiles_n", "a_batch", "a_row", "b_batch", "out_batch", "out_row", "bias_batch", "c_batch",
+                "c_row", "beta"]
+
+
+@triton.jit(do_not_specialize=_AT_RUN_TIME)
 def product(
     a, b, out, ends, bias, c, groups, m, n, k, tiles_m, tiles_n, a_batch, a_row, a_column, b_batch, b_row, b_column, out_batch, out_row,
-    bias_batch, c_batch, c_row, beta, SUMS: tl.constexpr, GROUPING: tl.constexpr, ACTIVATION: tl.constexpr, GATES: tl.constexpr,
-    BIAS: tl.constexpr, ADDEND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    bias_batch, c_batch, c_row, beta, SUMS: tl.constexpr, EXACT: tl.constexpr, GROUPING: tl.constexpr, ACTIVATION: tl.constexpr,
+    GATES: tl.constexpr, BIAS: tl.constexpr, ADDEND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
     """out = activation(a @ b + bias) + beta * c. Strides in elements; the last ones of out, bias and c are 1.
 
+    EXACT     operands are as wide as their sums: blocks of K are added without loss
     GROUPING  "rows", "masked", "k" as in GroupedGemmProblem, or "": a batch of plain products
     GATES     "", "gate_first", "up_first" or "interleaved": n are b's columns, of which a gated activation pairs two
     """
@@ -90,17 +105,23 @@ def product(
     b_at = b + matrix.to(tl.int64) * b_batch
     sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=SUMS)
     more = tl.zeros((BLOCK_M, BLOCK_N), dtype=SUMS)
+    lost, more_lost = sums, more
     for at in range(k_start, k_end, BLOCK_K):
         depth = at + tl.arange(0, BLOCK_K)
         wide_depth = depth.to(tl.int64)
         left = tl.load(a_at + wide_depth[None, :] * a_column, mask=in_rows & (depth[None, :] < k_end), other=0.0)
         inside = (depth[:, None] < k_end) & in_columns
         right = tl.load(b_at + wide_depth[:, None] * b_row + wide_gate[None, :] * b_column, mask=inside, other=0.0)
-        # Each block of K is summed for itself: one running sum of all of K would lose bits to its own size.
-        sums += tl.dot(left, right, input_precision="ieee", out_dtype=SUMS)
+        if EXACT:
+            sums, lost = _add(sums, lost, tl.dot(left, right, input_precision="ieee", out_dtype=SUMS))
+        else:
+            sums = tl.dot(left, right, sums, input_precision="ieee", out_dtype=SUMS)
         if GATES != "":
             right = tl.load(b_at + wide_depth[:, None] * b_row + wide_up[None, :] * b_column, mask=inside, other=0.0)
-            more += tl.dot(left, right, input_precision="ieee", out_dtype=SUMS)
+            if EXACT:
+                more, more_lost = _add(more, more_lost, tl.dot(left, right, input_precision="ieee", out_dtype=SUMS))
+            else:
+                more = tl.dot(left, right, more, input_precision="ieee", out_dtype=SUMS)
     if BIAS:
         line = bias + matrix.to(tl.int64) * bias_batch
         sums += tl.load(line + gate, mask=columns < outputs, other=0.0).to(SUMS)[None, :]

@@ -109,9 +109,10 @@ def test_a_zero_beta_reads_no_c_and_out_may_be_c(portable: str, seed: int) -> No
 
 @pytest.mark.parametrize("activation", (None, "relu", "gelu_tanh", "silu"))
 def test_nan_and_infinity_go_their_way(portable: str, activation: str | None, seed: int) -> None:
-    a, b = operands(24, 32, 64, BF16, seed=seed, device=CUDA, order="rc")
-    a[0, 3], a[1, 5], a[2, 7] = float("nan"), float("inf"), -float("inf")
-    check_gemm(a, b, seed=seed, what=f"{activation}", backend=portable, activation=activation, bias=_bias(32, BF16, seed))
+    for dtype in (BF16, F32):
+        a, b = operands(24, 32, 64, dtype, seed=seed, device=CUDA, order="rc")
+        a[0, 3], a[1, 5], a[2, 7] = float("nan"), float("inf"), -float("inf")
+        check_gemm(a, b, seed=seed, what=f"{dtype} {activation}", backend=portable, activation=activation, bias=_bias(32, dtype, seed))
 
 
 def test_gradients_are_those_of_torch(seed: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kernelgen.dispatch.backends.base import Properties
-from kernelgen.dispatch.backends.product_steps import INT32, at_16_bytes, empty, plain, rows_contiguous, zeros
+from kernelgen.dispatch.backends.product_steps import INT32, at_16_bytes, empty, rows_contiguous, zeros
 from kernelgen.dispatch.libraries import Library
 from kernelgen.dtypes import DTYPES
 from kernelgen.problems.gemm import GemmProblem
@@ -73,41 +73,44 @@ def rows(problem: Any, target: Target) -> Iterator[tuple[str, Verdict]]:
     if problem.op == "grouped_gemm":
         yield "SegmentGEMMWrapper", no("an error in its CUTLASS kernels ends the process (exit), which no caller can catch")
         return
-    scaled = problem.scales is not None
+    scaled, common = problem.scales is not None, _common(problem)
     for way in WAYS.values():
         if (way.scales is not None) == scaled:
-            verdict = _verdict(way, problem, target)
-            yield way.kernel, _cudnn() if verdict and way.backend == "cudnn" else verdict
+            yield way.kernel, _verdict(way, problem, target, common)
 
 
-def _cudnn() -> Verdict:
-    """FlashInfer is here or assumed to be; what it calls for that must be, too."""
-    return CUDNN.verdict() if FLASHINFER.version() is not None and not CUDNN.verdict() else yes(_COMPILED)
+def _common(p: GemmProblem) -> Verdict:
+    """What none of these functions takes."""
+    return first_no(
+        (p.weight_format is None, f"packed {p.weight_format} weights: FlashInfer has other layouts of them"),
+        (p.out_scale is None, f"it gives no scales beside its output, got out_scale={p.out_scale}"),
+        (not p.requires_grad, "a gradient is asked for, and it has no backward"),
+        (not p.activation and not p.accumulate_c, f"it has no such epilogue: activation={p.activation} c={p.c_dtype}"),
+        ((p.a_order, p.b_order) == ("row", "col"), f"operands in orders {(p.a_order, p.b_order)}, it needs K contiguous in both"),
+        (p.alignment == 16, f"rows of a or b are aligned to {p.alignment} bytes, it needs 16"),
+        (max(p.batch * p.m, p.n, p.k) <= INT32, f"{p.batch} x {p.m} rows, N = {p.n}, K = {p.k}: it takes up to {INT32}"),
+    )
 
 
-def _verdict(way: Way, p: GemmProblem, target: Target) -> Verdict:
-    name, on = way.kernel, ", ".join(f"sm_{c}" for c in way.capabilities)
-    biased = p.bias and way.bias and p.bias_dtype == p.out_dtype == "bf16"
+def _verdict(way: Way, p: GemmProblem, target: Target, common: Verdict) -> Verdict:
+    if target.kind != "cuda" or target.capability not in way.capabilities:
+        return no(f"{way.kernel} runs on {', '.join(f'sm_{c}' for c in way.capabilities)}, got {target}")
+    if not common:
+        return common
     verdict = first_no(
-        (target.kind == "cuda" and target.capability in way.capabilities, f"{name} runs on {on}, got {target}"),
-        (p.weight_format is None, f"packed {p.weight_format} weights: {name} reads none"),
-        (p.out_scale is None, f"{name} gives no scales beside its output, got out_scale={p.out_scale}"),
-        (not p.requires_grad, f"a gradient is asked for, and {name} has no backward"),
-        (p.a_dtype in way.inputs and p.b_dtype in way.inputs, f"{name} takes {', '.join(way.inputs)}, got {p.a_dtype}/{p.b_dtype}"),
+        (p.a_dtype in way.inputs and p.b_dtype in way.inputs, f"takes {', '.join(way.inputs)}, got {p.a_dtype}/{p.b_dtype}"),
         ((p.a_dtype, p.b_dtype) != ("e5m2", "e5m2"), "a and b are both e5m2, cuBLASLt and cuDNN need an e4m3 among the two"),
-        (p.scales == way.scales, f"{name} takes scales={way.scales}, got {p.scales}"),
-        (not way.fast_only or p.accumulate == "fast", f"{name} leaves the sums to the tensor core: only accumulate='fast' asks for that"),
-        (p.out_dtype in way.outputs, f"{name} writes {', '.join(way.outputs)}, got {p.out_dtype}"),
-        (plain(p) or biased and not p.activation and not p.accumulate_c,
-         f"{name} adds {'a bf16 bias to a bf16 output' if way.bias else 'nothing'}: got bias={p.bias_dtype} activation={p.activation} "
-         f"c={p.c_dtype} out={p.out_dtype}"),
-        ((p.a_order, p.b_order) == ("row", "col"), f"operands in orders {(p.a_order, p.b_order)}, {name} needs K contiguous in both"),
+        (p.scales == way.scales, f"takes scales={way.scales}, got {p.scales}"),
+        (not way.fast_only or p.accumulate == "fast", "leaves the sums to the tensor core: only accumulate='fast' asks for that"),
+        (p.out_dtype in way.outputs, f"writes {', '.join(way.outputs)}, got {p.out_dtype}"),
+        (not p.bias or way.bias and p.bias_dtype == p.out_dtype == "bf16",
+         f"adds {'a bf16 bias to a bf16 output' if way.bias else 'no bias'}: got bias={p.bias_dtype} out={p.out_dtype}"),
         (p.n % way.unit_n == 0, f"N = {p.n} is not a multiple of {way.unit_n}"),
         (p.k % way.unit_k == 0, f"K = {p.k} is not a multiple of {way.unit_k}"),
-        (p.alignment == 16, f"rows of a or b are aligned to {p.alignment} bytes, {name} needs 16"),
-        (way.batched or p.batch <= 1 or not p.batched_b, f"a batch of {p.batch} matrices b, {name} takes one"),
-        (max(p.batch, p.batch * p.m, p.n, p.k) <= INT32, f"{p.batch} x {p.m} rows, N = {p.n}, K = {p.k}: {name} takes up to {INT32}"),
+        (way.batched or p.batch <= 1 or not p.batched_b, f"a batch of {p.batch} matrices b, it takes one"),
     )
+    if verdict and way.backend == "cudnn" and FLASHINFER.version() is not None:
+        verdict = CUDNN.verdict()  # FlashInfer is here: what it calls for this must be, too
     return yes(_COMPILED) if verdict else verdict
 
 

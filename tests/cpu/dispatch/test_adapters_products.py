@@ -81,7 +81,8 @@ def test_verdicts_of_cublaslt() -> None:
         (ROWS, SM90, ""), (ROWS, SM80, "waits for the ends"), (replace(ROWS, a_dtype="fp16", b_dtype="fp16"), SM90, "fp16"),
         (replace(ROWS, out_dtype="fp32"), SM90, "fp32"), (replace(ROWS, bias=True), SM90, "epilogue"),
         (replace(ROWS, batch=1024), SM90, "1023"),
-        (replace(ROWS, batch=1023), SM90, ""), (replace(ROWS, a_order="col"), SM90, "M contiguous"), (replace(ROWS, alignment=8), SM90, "TMA"),
+        (replace(ROWS, batch=1023), SM90, ""), (replace(ROWS, a_order="col"), SM90, "M contiguous"),
+        (replace(ROWS, alignment=8), SM90, "TMA"),
         (KS, SM90, ""), (replace(KS, a_order="row"), SM90, "orders ('row', 'row')"), (replace(ROWS, requires_grad=True), SM90, ""),
         (replace(KS, requires_grad=True), SM90, "gradient"), (replace(ROWS, requires_grad=True, n=20), SM90, "N = 20"),
         (ROWS8, SM90, ""), (replace(ROWS8, scales="block_128x128"), SM90, "block_128x128"), (replace(ROWS8, scales="tensor"), SM90, ""),
@@ -264,7 +265,7 @@ def test_batches_of_matmul(on_cpu: None) -> None:
 
 def fake_scaled_mm(a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any = None, out_dtype: Any = None, use_fast_accum: bool = False,
                    out: Any = None, whole: int = 0) -> Any:
-    """What cuBLASLt and torch ask of block-scaled operands on Hopper, and their product. ``whole``: blocks of K in scale_b, unused ones too."""
+    """What cuBLASLt and torch ask of block-scaled operands on Hopper, and the product. ``whole``: blocks of K that scale_b has."""
     (m, k), n = a.shape, b.shape[1]
     blocks = -(-k // 128)
     assert a.stride() == (k, 1) and b.stride() == (1, k) and k % 16 == 0 and n % 16 == 0
