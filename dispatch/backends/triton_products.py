@@ -57,8 +57,8 @@ def _add(sums, lost, part):
 
 
 # Extents and strides of rows that are compiled in would ask for a compilation for every other divisibility of theirs.
-_AT_RUN_TIME = ["groups", "m", "n", "k", "tiles_m", "tiles_n", "a_batch", "a_row", "b_batch", "out_batch", "out_row", "bias_batch", "c_batch",
-                "c_row", "beta"]
+_AT_RUN_TIME = ["groups", "m", "n", "k", "tiles_m", "tiles_n", "a_batch", "a_row", "b_batch", "out_batch", "out_row", "bias_batch",
+                "c_batch", "c_row", "beta"]
 
 
 @triton.jit(do_not_specialize=_AT_RUN_TIME)
