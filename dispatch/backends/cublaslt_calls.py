@@ -70,11 +70,11 @@ def _matmul(p: Any, sample: Any) -> Run:
             x = zeros(p, t) if empty(p) else float32_product(a, b).view((*t.out.shape[:-1], p.n))
             return _deliver(t, epilogue(p, t, x))
         if p.activation:  # without out=: another layout than a fresh one would end the fusion
-            bias = t.bias if lane is None else lane
+            bias = at_16_bytes(t.bias) if lane is None else lane
             return _deliver(t, torch._addmm_activation(bias, a, b, use_gelu=_FUSED_ACTIVATIONS[p.activation]).view(t.out.shape))
         into: dict[str, Any] = {} if p.requires_grad else {"out": out}
         if p.bias or p.accumulate_c:
-            addend = t.bias if p.bias else t.c.flatten(0, 1) if flat else t.c
+            addend = at_16_bytes(t.bias) if p.bias else t.c.flatten(0, 1) if flat else t.c
             add = torch.addmm if flat else torch.baddbmm
             value = add(addend, a, b, beta=1 if p.bias else t.beta, **into)
         else:

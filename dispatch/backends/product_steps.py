@@ -3,6 +3,7 @@ want them."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,11 @@ FLOATS = ("fp64", "fp32", "bf16", "fp16")
 FP8 = ("e4m3", "e5m2")
 BLOCKS = ("block_128x128", "block_1x128")
 INT32 = (1 << 31) - 1
+
+
+def on_device_of(x: torch.Tensor) -> AbstractContextManager[Any]:
+    """Libraries that launch on the current device, whichever it is, get that of the tensors."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def empty(p: Any) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kernelgen.dispatch.backends.base import Backend, Properties
-from kernelgen.dispatch.backends.product_steps import FLOATS
+from kernelgen.dispatch.backends.product_steps import FLOATS, on_device_of
 from kernelgen.dispatch.libraries import Library
 from kernelgen.problems.gemm import ACTIVATIONS
 from kernelgen.targets import Target
@@ -49,6 +49,7 @@ def _verdict(p: Any, target: Target) -> Verdict:
         (p.scales is None and p.out_scale is None, f"no scales, got scales={p.scales} out_scale={p.out_scale}"),
         (p.a_dtype in FLOATS and p.a_dtype == p.b_dtype, f"needs one of {', '.join(FLOATS)} for a and b; got {p.a_dtype}/{p.b_dtype}"),
         (p.activation in (None, *ACTIVATIONS), f"activation {p.activation} is one of moe's own"),
+        (p.a_dtype != "fp64" or not p.accumulate_c, "beta * c of float64: Triton hands numbers over as float32"),
         (not p.requires_grad, "a gradient is asked for, and the kernel has no backward"),
         (max(p.m, p.n, p.k, p.batch) <= _MOST_EXTENT, f"an extent of {max(p.m, p.n, p.k, p.batch)} exceeds {_MOST_EXTENT}"),
         (tiles_m * tiles_n * entries <= _MOST_BLOCKS, f"{tiles_m * tiles_n * entries} tiles, a grid has {_MOST_BLOCKS}"),
@@ -100,11 +101,13 @@ def bind(p: Any) -> Callable[[Any], Any]:
         if not blocks:
             return
         bias, c = t.bias, t.c if t.beta != 0 else None  # as in BLAS, a zero beta does not read c
-        product[(blocks,)](
-            t.a, t.b, t.out, getattr(t, "ends", None), bias, c, p.batch, p.m, p.n, p.k, tiles_m, tiles_n,
+        strides = (
             t.a.stride(0) if t.a.shape[0] > 1 else 0, t.a.stride(1), t.a.stride(2), t.b.stride(0) if t.b.shape[0] > 1 else 0, t.b.stride(1),
             t.b.stride(2), t.out.stride(0), t.out.stride(1), bias.stride(0) if bias is not None and bias.dim() == 2 else 0,
-            c.stride(0) if c is not None else 0, c.stride(1) if c is not None else 0, float(t.beta), ADDEND=c is not None, **words)
+            c.stride(0) if c is not None else 0, c.stride(1) if c is not None else 0)
+        with on_device_of(t.out):
+            product[(blocks,)](t.a, t.b, t.out, getattr(t, "ends", None), bias, c, p.batch, p.m, p.n, p.k, tiles_m, tiles_n, *strides,
+                               float(t.beta), ADDEND=c is not None, **words)
 
     return run
 

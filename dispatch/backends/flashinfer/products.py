@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kernelgen.dispatch.backends.base import Properties
-from kernelgen.dispatch.backends.product_steps import INT32, at_16_bytes, empty, rows_contiguous, zeros
+from kernelgen.dispatch.backends.product_steps import INT32, at_16_bytes, empty, on_device_of, rows_contiguous, zeros
 from kernelgen.dispatch.libraries import Library
 from kernelgen.dtypes import DTYPES
 from kernelgen.problems.gemm import GemmProblem
@@ -123,7 +123,8 @@ def prepare(problem: Any, target: Target, kernel: str, tensors: Any) -> Callable
             x = zeros(problem, t)
             t.out.copy_(x if t.bias is None else x + t.bias)
             return
-        t.out.copy_(call(way, problem, t).view(t.out.shape))
+        with on_device_of(t.out):
+            t.out.copy_(call(way, problem, t).view(t.out.shape))
 
     return run
 

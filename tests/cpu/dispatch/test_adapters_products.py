@@ -131,6 +131,19 @@ def test_verdicts_of_flashinfer() -> None:
         assert verdict.ok == (not words) and words in verdict.reason, (str(problem), kernel, verdict)
 
 
+def test_verdicts_of_triton() -> None:
+    fp64 = dict(a_dtype="fp64", b_dtype="fp64", out_dtype="fp64")
+    table: tuple[tuple[Any, Target, str], ...] = (
+        (ROWS, SM80, ""), (replace(ROWS, **fp64), SM90, ""), (replace(ROWS, **fp64, accumulate_c=True), SM90, "float32"),
+        (GEMM, CPU, "sm_80"), (FP8, SM90, "scales=row"), (replace(GEMM, requires_grad=True), SM90, "gradient"),
+        (replace(KS, batch=1 << 20, m=1 << 20), SM90, "tiles"),
+        (replace(GEMM, weight_format="int4", b_dtype="int4"), SM90, "packed"), (replace(GEMM, activation="swiglu", alignment=2), SM90, ""),
+    )
+    for problem, target, words in table:
+        verdict = rows_of("triton", problem, target)["product"]
+        assert verdict.ok == (not words) and words in verdict.reason, (str(problem), verdict)
+
+
 def test_versions_decide(recorded_versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """E08, E11, E13: found and needed are named, whatever the problem."""
     assert rows_of("triton", GEMM, live=True)["product"].ok and rows_of("flashinfer", GEMM, live=True)["mm_bf16/cudnn"].ok
