@@ -50,8 +50,8 @@ def test_plain_products_of_every_size_and_order(portable: str, dtype: torch.dtyp
 @pytest.mark.parametrize("activation", (None, "relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu"))
 def test_epilogues(portable: str, activation: str | None, seed: int) -> None:
     for dtype, side in ((BF16, BF16), (FP16, FP16), (BF16, F32), (F32, F32)):
-        for m, n, k in ((128, 256, 192), (33, 48, 80), (13, 18, 19), (1, 64, 64), (7, 16, 0)):
-            if dtype == F32 and k == 192:
+        for m, n, k in ((128, 256, 192), (33, 48, 80), (13, 18, 19), (1, 64, 64), (7, 16, 0), (40, 1, 64)):
+            if (dtype == F32 and k == 192) or (n == 1 and activation in ("swiglu", "geglu")):
                 continue
             a, b = operands(m, n, k, dtype, seed=seed, device=CUDA, order="rc")
             outputs = n // 2 if activation in ("swiglu", "geglu") else n
