@@ -193,6 +193,22 @@ RULES: tuple[Rule, ...] = (
     Rule("", "flash_attn_3", 33, "FlashAttention-3 (unmeasured)"),
     Rule("", "flash_attn_2", 32, "FlashAttention-2 (unmeasured)"),
     Rule("", "flashinfer", 31, "FlashInfer, whose kernels are compiled for minutes at first use (unmeasured)"),
+    Rule("gemm", "cublaslt", 71, "cuBLAS takes 0.92 - 1.01 x the time of our products at M = 256, 0.87 - 0.99 x of narrow ones from there "
+         "on; up to 192 rows ours are 0.9 - 1.5 x as fast, above even (H200, 2026-11-30, tools/bench/results/tried/h200_tune_dense.json)",
+         target_kind="cuda", capability=(90,), when=lambda p: _plain_gemm(p) and p.m > 192 and (p.m < 384 or p.n < 1024),
+         fits=lambda p, target: not _many_products(p, target)),
+    Rule("gemm", "cublaslt", 50, "beside our products: 16 bits, 0.85 - 1.04 x as fast up to 128 rows; fp8 0.2 - 1.19 x, 0.46 - 0.95 "
+         "in the mean of 13 shapes for each number of rows (H200, 2026-11-30, tools/bench/results/h200_gemm_hopper.json); before torch's "
+         "own, whose epilogues multiply in float32", target_kind="cuda", general=True),
+    Rule("grouped_gemm", "cublaslt", 50, "_grouped_mm is 0.83 - 1.06 x as fast as grouped_sm90, _scaled_grouped_mm 0.67 - 0.81 x (H200, "
+         "2026-11-30, tools/bench/results/h200_gemm_hopper.json), before what the contract adds: cut ends, rows left alone",
+         target_kind="cuda", general=True),
+    Rule("", "cublaslt", 45, "products alone"),
+    Rule("gemm", "flashinfer", 38, "unmeasured; it compiles at its first use, for up to minutes", target_kind="cuda"),
+    Rule("moe", "flashinfer", 0.5, "when asked for by name: it compiles for minutes at its first use, and was never timed here",
+         target_kind="cuda"),
+    Rule("", "flashinfer", 35, "unmeasured"),
+    Rule("", "triton", 30, "portable, for what has no kernel elsewhere; untuned"),
 )
 
 

@@ -53,7 +53,7 @@ def _gemm(p: GemmProblem) -> Callable[[Any], Any]:
             x = x + t.bias
         x = apply_activation(x, p.activation, p.gate_up)
         if t.c is not None and t.beta != 0:  # as in BLAS, a zero beta does not read c
-            x = x + t.beta * t.c
+            x = torch.add(x, t.c, alpha=t.beta)  # beta * c in c's own type would be one rounding more
         if p.requires_grad:
             return x.to(t.out.dtype)
         t.out.copy_(x)

@@ -17,6 +17,9 @@ LIBRARY = Library("flashinfer", "flashinfer-python", at_least="0.6.0", checked="
 MODULES = {
     "attention": "attention",
     "paged_attention": "paged",
+    "gemm": "products",
+    "grouped_gemm": "products",
+    "moe": "moe",
 }
 
 
