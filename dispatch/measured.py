@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from functools import cache
+from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -88,14 +89,13 @@ def _stale(found: Sequence[Measurement], rows: Sequence[Candidate]) -> str:
 
 @cache
 def release_of(backend: str) -> str:
-    """The release of what a backend runs. The build of torch counts without its local part."""
+    """The release of what a backend runs: of its adapter's LIBRARY, else of torch, without the local part of its build."""
     import torch
 
     import kernelgen
     from kernelgen.dispatch.backends import backends
 
-    adapter = backends().get(backend)
-    library = getattr(adapter, "library", None)
+    library = getattr(import_module(type(backends()[backend]).__module__), "LIBRARY", None) if backend in backends() else None
     if library is not None:
         return str(library.version())
     return kernelgen.__version__ if backend in ("generated", "reference") else torch.__version__.split("+")[0]

@@ -16,7 +16,7 @@ from kernelgen.problems.gemm import ACTIVATIONS
 from kernelgen.targets import Target
 from kernelgen.verdicts import Verdict, first_no, no, yes
 
-TRITON = Library("triton", "triton", at_least="3.2", checked="3.6.0")
+LIBRARY = Library("triton", "triton", at_least="3.2", checked="3.6.0")
 _OLDEST = 80
 _MOST_BLOCKS = (1 << 31) - 1  # grid x
 _MOST_EXTENT = (1 << 31) - (1 << 10)  # tile indices past the end stay within int32
@@ -71,7 +71,7 @@ class Triton(Backend):
             return
         verdict = _verdict(problem, target)
         if verdict and live:
-            verdict = TRITON.verdict() and _compiler()
+            verdict = LIBRARY.verdict() and _compiler()
         yield "product", None, verdict
 
     def prepare(self, problem: Any, target: Target, kernel: str, config: Any, tensors: Any) -> Callable[[Any], Any]:
