@@ -100,7 +100,7 @@ def test_wrong_numbers_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert verdict or "wrong numbers in out" in verdict.reason
 
 
-def _misbehave(pipe: Any, environment: dict[str, str]) -> None:
+def _misbehave(pipe: Any, environment: dict[str, str], device: int | None) -> None:
     """A child whose trials do what their kernels are called."""
     import os
     import time
