@@ -203,6 +203,7 @@ RULES: tuple[Rule, ...] = (
          target_kind="cuda"),
     Rule("moe", "flashinfer", 21, "before the oracle alone: it compiles for minutes at its first use, and was not run by this adapter on a "
          "GPU yet", target_kind="cuda"),
+    Rule("", "flashinfer", 31, "FlashInfer, whose kernels are compiled for minutes at first use (unmeasured)"),
     Rule("", "triton", 30, "before the oracle: portable, untuned, for what has no kernel elsewhere; its sums of float32 and float64, in "
          "their present form, ran in Triton's interpreter alone"),
 )
