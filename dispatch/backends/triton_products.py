@@ -61,7 +61,7 @@ _AT_RUN_TIME = ["groups", "m", "n", "k", "tiles_m", "tiles_n", "a_batch", "a_row
                 "c_batch", "c_row", "beta"]
 
 
-@triton.jit(do_not_specialize=_AT_RUN_TIME)
+@triton.jit(do_not_specialize=_AT_RUN_TIME, do_not_specialize_on_alignment=["a_column", "b_row", "b_column"])
 def product(
     a, b, out, ends, bias, c, groups, m, n, k, tiles_m, tiles_n, a_batch, a_row, a_column, b_batch, b_row, b_column, out_batch, out_row,
     bias_batch, c_batch, c_row, beta, SUMS: tl.constexpr, EXACT: tl.constexpr, GROUPING: tl.constexpr, ACTIVATION: tl.constexpr,
