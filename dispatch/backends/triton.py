@@ -64,7 +64,6 @@ def _compiler() -> Verdict:
 
 class Triton(Backend):
     name = "triton"
-    library = TRITON
 
     def candidates(self, problem: Any, target: Target, live: bool) -> Iterator[tuple[str, Any, Verdict]]:
         if problem.op not in ("gemm", "grouped_gemm"):
