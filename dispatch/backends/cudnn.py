@@ -20,6 +20,7 @@ from kernelgen.dispatch.backends.wrapped import (
     dense_starts,
     found_version,
     hides_keys_in_use,
+    host_lengths,
     longest,
     on_cuda,
     on_host,
@@ -347,7 +348,7 @@ def _paged_attention(p: Any) -> Callable[[Any], Any]:
         q, scale = positive_scale(t.q, t.scale)
         a, (most, _) = t.arrays, longest(t.arrays)
         # One query of every request: rows without offsets, for which the library has kernels of its own.
-        decode = most == 1 and a.host.starts[-1] == a.batch
+        decode = most == 1 and host_lengths(a).starts[-1] == a.batch
         forms = _row_forms(p, t, q, a.batch, 1 if decode else _next_power(most))
         forms |= {"k": _heads_first(t.k_cache), "v": _heads_first(t.v_cache)}
         pages = block_tables(a, p.page_size, power=True)
@@ -363,8 +364,16 @@ def _paged_attention(p: Any) -> Callable[[Any], Any]:
     return run
 
 
+class _Release:
+    """Both have a part in how fast it is, and so in what a measured time is worth."""
+
+    def version(self) -> str:
+        return f"{LIBRARY.version()} with cuDNN {words_of(backend_version()[0])}"
+
+
 class Cudnn(Backend):
     name = "cudnn"
+    library = _Release()
 
     def candidates(self, problem: Any, target: Target, live: bool) -> Iterator[tuple[str, Any, Verdict]]:
         if problem.op not in ("attention", "paged_attention"):

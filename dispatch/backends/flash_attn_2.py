@@ -148,17 +148,18 @@ def _paged(p: Any, version: str) -> Callable[[Any], Any]:
 
 class FlashAttention2(Backend):
     name = "flash_attn_2"
+    library = LIBRARY
 
     def candidates(self, problem: Any, target: Target, live: bool) -> Iterator[tuple[str, Any, Verdict]]:
         if problem.op not in ("attention", "paged_attention"):
             yield "", None, no(f"{NAME} has attention only, not {problem.op}")
             return
         here, version = found_version(LIBRARY, live)
-        yield "", version, with_comment(supports(problem, target, version), here.reason) if here else here
+        yield "", None, with_comment(supports(problem, target, version), here.reason) if here else here
 
     def prepare(self, problem: Any, target: Target, kernel: str, config: Any, tensors: Any) -> Callable[[Any], Any]:
         make = _attention if problem.op == "attention" else _paged
-        return make(problem, config or LIBRARY.version() or LIBRARY.checked)
+        return make(problem, LIBRARY.version() or LIBRARY.checked)
 
     def properties(self, problem: Any, kernel: str) -> Properties:
         return Properties(deterministic=True, backward=problem.op == "attention")

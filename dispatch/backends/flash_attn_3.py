@@ -129,6 +129,7 @@ def _paged(p: Any) -> Callable[[Any], Any]:
 
 class FlashAttention3(Backend):
     name = "flash_attn_3"
+    library = LIBRARY
 
     def candidates(self, problem: Any, target: Target, live: bool) -> Iterator[tuple[str, Any, Verdict]]:
         if problem.op not in ("attention", "paged_attention"):

@@ -149,6 +149,7 @@ def _paged(p: Any) -> Callable[[Any], Any]:
 
 class FlashAttention4(Backend):
     name = "flash_attn_4"
+    library = LIBRARY
 
     def candidates(self, problem: Any, target: Target, live: bool) -> Iterator[tuple[str, Any, Verdict]]:
         check = {"attention": supports, "paged_attention": supports_paged}.get(problem.op)

@@ -10,6 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from kernelgen.dispatch.libraries import Library, release
 from kernelgen.targets import Target
+from kernelgen.tensors import HostLengths
 from kernelgen.verdicts import Verdict, first_no, no, yes
 
 HALVES = ("bf16", "fp16")
@@ -205,6 +206,19 @@ def remembered(arrays: Any, key: Any, make: Callable[[], Any]) -> Any:
     return kept[key]
 
 
+def host_lengths(arrays: Any) -> HostLengths:
+    """What the plan read on the host. Arrays that were made for another backend have it not: then the device is waited for, once."""
+    if arrays.host is not None:
+        found: HostLengths = arrays.host
+        return found
+
+    def read() -> HostLengths:
+        return HostLengths(*(x.cpu().numpy() for x in (arrays.q_indptr, arrays.kv_lens, arrays.page_begin)))
+
+    lengths: HostLengths = remembered(arrays, "host", read)
+    return lengths
+
+
 def block_tables(arrays: Any, page_size: int, power: bool = False) -> torch.Tensor:
     """(B, pages of the longest request, at least 1) int32 page numbers; 0 past a request's pages, where a table may hold junk.
 
@@ -212,7 +226,7 @@ def block_tables(arrays: Any, page_size: int, power: bool = False) -> torch.Tens
     """
 
     def make() -> torch.Tensor:
-        lens = arrays.host.kv_lens
+        lens = host_lengths(arrays).kv_lens
         width = max(-(-int(lens.max(initial=0)) // page_size), 1)
         width = 1 << (width - 1).bit_length() if power else width
         column = torch.arange(width, device=arrays.lengths.device)
@@ -228,7 +242,8 @@ def block_tables(arrays: Any, page_size: int, power: bool = False) -> torch.Tens
 
 def longest(arrays: Any) -> tuple[int, int]:
     """(most query rows of a request, most keys of a request), as the plan read them on the host."""
-    return int((arrays.host.starts[1:] - arrays.host.starts[:-1]).max(initial=0)), int(arrays.host.kv_lens.max(initial=0))
+    host = host_lengths(arrays)
+    return int((host.starts[1:] - host.starts[:-1]).max(initial=0)), int(host.kv_lens.max(initial=0))
 
 
 def on_host(p: Any, library: str) -> Verdict:

@@ -16,6 +16,7 @@ from kernelgen.dispatch.backends.wrapped import (
     HIDDEN_VALUES,
     INT32,
     block_tables,
+    host_lengths,
     longest,
     on_cuda,
     on_host,
@@ -105,7 +106,8 @@ def properties(p: PagedAttentionProblem, kernel: str) -> Properties:
 
 def _page_arrays(p: PagedAttentionProblem, arrays: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(starts in the page numbers, page numbers of the requests one behind the other on the device, tokens of each last page)."""
-    lens, begin = arrays.host.kv_lens.astype(np.int64), arrays.host.page_begin.astype(np.int64)
+    host = host_lengths(arrays)
+    lens, begin = host.kv_lens.astype(np.int64), host.page_begin.astype(np.int64)
     pages = -(-lens // p.page_size)
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(pages)])
     place = np.repeat(begin - starts[:-1], pages) + np.arange(starts[-1])
@@ -147,7 +149,7 @@ def _prefill(p: PagedAttentionProblem, kernel: str) -> Callable[[Any], Any]:
 
         def plan(w: Any) -> None:
             starts, numbers, last = _page_arrays(p, a)
-            w.plan(torch.from_numpy(a.host.starts), starts, numbers, last, p.num_q_heads, p.num_kv_heads, p.head_dim, p.page_size,
+            w.plan(torch.from_numpy(host_lengths(a).starts), starts, numbers, last, p.num_q_heads, p.num_kv_heads, p.head_dim, p.page_size,
                    head_dim_vo=p.head_dim_v, causal=p.causal, sm_scale=scale, window_left=left, logits_soft_cap=t.soft_cap,
                    q_data_type=q.dtype, kv_data_type=t.k_cache.dtype, **split)
 
@@ -164,9 +166,10 @@ def _prefill(p: PagedAttentionProblem, kernel: str) -> Callable[[Any], Any]:
 def _every_request(t: Any, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """One row per request, and which of them are rows of q (None: all): a request without a query gets a zero."""
     a = t.arrays
-    if a.host.starts[-1] == a.batch:
+    starts = host_lengths(a).starts
+    if starts[-1] == a.batch:
         return q.contiguous(), None
-    place = remembered(a, "rows", lambda: torch.from_numpy(np.flatnonzero(np.diff(a.host.starts))).to(q.device))
+    place = remembered(a, "rows", lambda: torch.from_numpy(np.flatnonzero(np.diff(starts))).to(q.device))
     full = q.new_zeros(a.batch, *q.shape[1:])
     full[place] = q
     return full, place
