@@ -25,10 +25,10 @@ from kernelgen.dispatch.backends.wrapped import (
     on_cuda,
     on_host,
     ordinary,
-    owned_values,
     positive_scale,
     refused,
     sizes,
+    values_in_use,
     window_of,
     with_comment,
 )
@@ -100,7 +100,7 @@ def _attention(p: Any) -> Callable[[Any], Any]:
         if p.layout == "dense":
             found = library.flash_attn_func(q, t.k, t.v, **given)
         else:
-            found = library.flash_attn_varlen_func(q, t.k, owned_values(p, t), t.cu_seqlens_q, t.cu_seqlens_k, p.seq_q, p.seq_k, **given)
+            found = library.flash_attn_varlen_func(q, t.k, values_in_use(p, t), t.cu_seqlens_q, t.cu_seqlens_k, p.seq_q, p.seq_k, **given)
         return _finish(p, t, *(found[:2] if p.return_lse else (found, None)))
 
     return run

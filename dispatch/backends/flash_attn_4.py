@@ -23,10 +23,10 @@ from kernelgen.dispatch.backends.wrapped import (
     on_cuda,
     on_host,
     ordinary,
-    owned_values,
     positive_scale,
     refused,
     sizes,
+    values_in_use,
     window_of,
     with_comment,
 )
@@ -41,7 +41,7 @@ LARGEST = {90: 256, 100: 128, 103: 128, 110: 128}
 PAIRS = {100: ((192, 128), (256, 256)), 103: ((192, 128), (256, 256)), 110: ((192, 128), (256, 256))}
 # Keys of a tile on some target: a page of so many is loaded whole, others row by row with zeros past a request's length.
 TILES = (64, 80, 96, 112, 128, 144)
-_TAKEN = ("ragged", "window", "window_right", "soft_cap", "sinks", "lse", "gradient")
+_TAKEN = ("ragged", "window", "window_right", "soft_cap", "sinks", "kv_lens", "lse", "gradient")
 
 
 def supports(p: Any, target: Target) -> Verdict:
@@ -56,6 +56,7 @@ def supports(p: Any, target: Target) -> Verdict:
         *((v.ok, v.reason) for v in (ordinary(p, NAME), sizes(p, NAME))),
         (not p.requires_grad or p.head_dim == p.head_dim_v <= 128,
          f"{NAME}'s backward was only tried for equal head dims up to 128, got {p.head_dim}/{p.head_dim_v}"),
+        (not (p.requires_grad and p.kv_lens), f"{NAME}'s gradient through kv_lens was not tried"),
         (not (p.requires_grad and p.sinks), f"{NAME}'s gradient of sinks was not tried"),
     )
 
@@ -119,7 +120,7 @@ def _ragged(t: Any) -> dict[str, Any]:
 
 def _attention(p: Any) -> Callable[[Any], Any]:
     if not p.requires_grad:
-        return lambda t: _forward(p, t, k=t.k, v=owned_values(p, t), **({} if p.layout == "dense" else _ragged(t)))
+        return lambda t: _forward(p, t, k=t.k, v=values_in_use(p, t), seqused_k=t.kv_lens, **({} if p.layout == "dense" else _ragged(t)))
 
     def run(t: Any) -> Any:
         from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
@@ -131,7 +132,7 @@ def _attention(p: Any) -> Callable[[Any], Any]:
         if p.layout == "dense":
             out, lse = flash_attn_func(q, t.k, t.v, **common)
         else:
-            out, lse = flash_attn_varlen_func(q, t.k, owned_values(p, t), **_ragged(t), **common)
+            out, lse = flash_attn_varlen_func(q, t.k, values_in_use(p, t), **_ragged(t), **common)
             lse = None if lse is None else lse.t()
         return deliver(p, t, out, lse)
 

@@ -174,12 +174,19 @@ def copy_owned(t: Any, target: torch.Tensor, result: torch.Tensor) -> None:
     target.copy_(torch.where(owned.view(-1, *(1,) * (target.dim() - 1)), result, target))
 
 
-def owned_values(p: Any, t: Any) -> torch.Tensor:
-    """Ragged values without those past the last request: where a kernel's last tile reads them, and 0 * NaN is NaN."""
+def values_in_use(p: Any, t: Any) -> torch.Tensor:
+    """Dense or ragged values with 0 in place of what no request uses: a kernel's last tile may read it, and 0 * NaN is NaN."""
     if p.layout == "dense":
-        return t.v
-    owned = torch.arange(t.v.shape[0], device=t.v.device) < t.cu_seqlens_k[-1]
-    return torch.where(owned[:, None, None], t.v, 0)
+        if t.kv_lens is None:
+            return t.v
+        used = torch.arange(p.seq_k, device=t.v.device) < t.kv_lens.unsqueeze(1)
+        return torch.where(used[..., None, None], t.v, 0)
+    token, ends = torch.arange(t.v.shape[0], device=t.v.device, dtype=torch.int32), t.cu_seqlens_k[1:]
+    used = token < t.cu_seqlens_k[-1]
+    if t.kv_lens is not None:
+        request = torch.bucketize(token, ends, right=True).clamp_(max=p.batch - 1)
+        used &= token - t.cu_seqlens_k[:-1][request] < t.kv_lens[request]
+    return torch.where(used[:, None, None], t.v, 0)
 
 
 def deliver(p: Any, t: Any, out: torch.Tensor, lse: torch.Tensor | None) -> Any:

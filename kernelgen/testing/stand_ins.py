@@ -140,9 +140,9 @@ def _flash_4_modules(calls: list[Any]) -> dict[str, types.ModuleType]:
         if a.get("page_table") is not None:
             out, lse = _paged(q, k, v, a["page_table"], a["seqused_k"], a["cu_seqlens_q"], common)
         elif a.get("cu_seqlens_q") is not None:
-            out, lse = reference.attention_varlen(q, k, v, a["cu_seqlens_q"], a["cu_seqlens_k"], **common)
+            out, lse = reference.attention_varlen(q, k, v, a["cu_seqlens_q"], a["cu_seqlens_k"], kv_lens=a.get("seqused_k"), **common)
         else:
-            out, lse = reference.attention(q, k, v, **common)
+            out, lse = reference.attention(q, k, v, kv_lens=a.get("seqused_k"), **common)
         return out.to(q.dtype), (lse.t() if out.dim() == 3 else lse).float()
 
     def forward(q: Any, **a: Any) -> Any:

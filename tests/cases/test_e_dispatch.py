@@ -66,7 +66,7 @@ LACKING = {
     "cudnn": {"soft_cap", "alibi", "mask", "variant", "block_mask", "scales", "rotation", "mla", "gradient"},
     "flash_attn_2": {"sinks", "mask", "variant", "block_mask", "scales", "rotation", "mla"},
     "flash_attn_3": {"alibi", "sinks", "mask", "variant", "block_mask", "kv_lens", "scales", "rotation", "mla"},
-    "flash_attn_4": {"alibi", "mask", "variant", "block_mask", "kv_lens", "scales", "rotation", "mla"},
+    "flash_attn_4": {"alibi", "mask", "variant", "block_mask", "scales", "rotation", "mla"},
     "flashinfer": {"alibi", "mask", "variant", "block_mask", "kv_lens", "scales", "rotation", "mla", "gradient"},
     "torch": {"soft_cap", "alibi", "sinks", "variant", "block_mask", "scales"},
 }

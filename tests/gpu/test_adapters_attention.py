@@ -24,7 +24,7 @@ ONE_MODULE: dict[str, tuple[Any, ...]] = {
     "kv_lens": (False,)}
 SPECS: dict[tuple[str, str], list[Spec]] = {
     ("cudnn", ""): adapter_specs(40, cap=(False,)),
-    ("flash_attn_4", ""): adapter_specs(24, kv_lens=(False,), dims=((128, 128), (64, 64))),
+    ("flash_attn_4", ""): adapter_specs(24, dims=((128, 128), (64, 64))),
     ("flash_attn_3", ""): adapter_specs(24, kv_lens=(False,), sinks=(False,)),
     ("flash_attn_2", ""): adapter_specs(24, sinks=(False,)),
     ("torch", "flash_forward"): adapter_specs(24, layout=("dense", "ragged"), cap=(False,), sinks=(False,)),

@@ -19,6 +19,7 @@ from kernelgen.dispatch.backends.flash_attn_4 import LIBRARY as FLASH_4
 from kernelgen.problems.attention import AttentionProblem
 from kernelgen.problems.paged import PagedAttentionProblem
 from kernelgen.targets import Target
+from kernelgen.tensors import AttentionTensors
 from kernelgen.testing.stand_ins import EVERYTHING, installed
 
 DENSE = AttentionProblem(layout="dense", batch=2, seq_q=64, seq_k=64, num_q_heads=8, num_kv_heads=2, head_dim=128, head_dim_v=128,
@@ -67,7 +68,8 @@ TABLE: list[tuple[str, str, str, Any, str]] = [
     ("flash_attn_4", "", "sm_100", replace(DENSE, head_dim=192), ""),
     ("flash_attn_4", "", "sm_100", replace(DENSE, head_dim=136), "got 136/128"),
     ("flash_attn_4", "", "sm_90a", replace(DENSE, **FP8), "bf16, fp16"),
-    ("flash_attn_4", "", "sm_90a", replace(DENSE, kv_lens=True), "kv_lens"),
+    ("flash_attn_4", "", "sm_90a", replace(DENSE, kv_lens=True), ""),
+    ("flash_attn_4", "", "sm_90a", replace(DENSE, kv_lens=True, requires_grad=True), "kv_lens"),
     ("flash_attn_4", "", "sm_90a", replace(PAGED, page_size=256), ""),
     ("flash_attn_4", "", "sm_90a", replace(PAGED, page_size=128), "a page of 128 tokens may be one"),
     ("flashinfer", "fa2", "sm_80", RAGGED, ""),
@@ -178,3 +180,15 @@ def test_rows_that_see_no_key() -> None:
     assert empty(window=(0, 2**40)) == [3, 4] and empty(window=(5000, 0)) == [0, 3, 4]
     assert not wrapped.rows_may_be_empty(replace(DENSE, causal=True)) and wrapped.rows_may_be_empty(replace(DENSE, causal=True, seq_q=65))
     assert wrapped.rows_may_be_empty(replace(DENSE, kv_lens=True))
+
+
+def test_values_that_no_request_uses_are_emptied() -> None:
+    v, lens = torch.full((7, 1, 8), torch.nan), torch.tensor([1, 4], dtype=torch.int32)
+    starts = torch.tensor([0, 2, 6], dtype=torch.int32)
+    t = AttentionTensors(v, v, v, v, None, 1.0, starts, starts)
+    ragged = replace(RAGGED, batch=2)
+    assert wrapped.values_in_use(ragged, t)[:, 0, 0].isnan().tolist() == [True] * 6 + [False]
+    assert wrapped.values_in_use(ragged, t._replace(kv_lens=lens))[:, 0, 0].isnan().tolist() == [True, False, *[True] * 4, False]
+    dense = torch.full((2, 5, 1, 8), torch.nan)
+    used = wrapped.values_in_use(replace(DENSE, seq_k=5), t._replace(v=dense, kv_lens=lens))
+    assert used[..., 0, 0].isnan().sum(1).tolist() == [1, 4]
