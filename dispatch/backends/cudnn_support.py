@@ -13,6 +13,8 @@ import torch
 from kernelgen.dispatch.backends.wrapped import (
     HALVES,
     INT32,
+    PASSED,
+    aligned,
     on_cuda,
     on_host,
     ordinary,
@@ -22,7 +24,7 @@ from kernelgen.dispatch.backends.wrapped import (
 )
 from kernelgen.dispatch.libraries import Library
 from kernelgen.targets import Target
-from kernelgen.verdicts import Verdict, first_no, yes
+from kernelgen.verdicts import Verdict, first_no
 
 LIBRARY = Library("cudnn", "nvidia-cudnn-frontend", at_least="1.14.0", checked="1.32.0")
 CHECKED_BACKEND = 91900
@@ -127,13 +129,12 @@ def supports(p: Any, target: Target, version: int) -> Verdict:
          f"form; got {p.q_dtype} on {target}"),
         (p.q_dtype in HALVES and p.q_dtype == p.kv_dtype == out, f"{NAME} takes one of {', '.join(HALVES)} for q, k, v and out, got "
          f"{p.q_dtype}/{p.kv_dtype} to {out}"),
-        *refused(p, NAME, _TAKEN),
+        refused(p, NAME, _TAKEN),
         (all(8 <= d <= most and d % 8 == 0 for d in dims) or (dims == (192, 128) and target.capability >= 100),
          f"{NAME} takes head dims in multiples of 8 up to {most} on {target}, got {dims[0]}/{dims[1]}"),
         (not (p.sinks and (p.max_seq_q if paged else p.seq_q) == 1), f"{NAME} has no sinks for one query per request"),
-        (p.alignment >= 16, f"{NAME} wants 16-byte aligned tensors and strides, got {p.alignment}"),
-        *((v.ok, v.reason) for v in (
-            on_host(p, NAME) if paged else yes(), ordinary(p, NAME),
-            # Offsets of ragged rows are 32-bit numbers of elements.
-            sizes(p, NAME, elements=INT32 if _ragged(p) else 2**63))),
+        aligned(p, NAME),
+        on_host(p, NAME) if paged else PASSED, ordinary(p, NAME),
+        # Offsets of ragged rows are 32-bit numbers of elements.
+        sizes(p, NAME, elements=INT32 if _ragged(p) else 2**63),
     )

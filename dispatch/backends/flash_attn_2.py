@@ -15,6 +15,8 @@ from kernelgen.dispatch.backends.base import Backend, Properties
 from kernelgen.dispatch.backends.wrapped import (
     HALVES,
     HIDDEN_VALUES,
+    PASSED,
+    aligned,
     block_tables,
     copy_owned,
     deliver,
@@ -67,17 +69,17 @@ def supports(p: Any, target: Target, version: str) -> Verdict:
         on_cuda(target, NAME),
         (p.q_dtype in HALVES and p.q_dtype == p.kv_dtype and p.out_dtype in ("", p.q_dtype),
          f"{NAME} takes one of {', '.join(HALVES)} for q, k, v and out, got {p.q_dtype}/{p.kv_dtype} to {p.out_dtype or p.q_dtype}"),
-        *refused(p, NAME, _TAKEN),
+        refused(p, NAME, _TAKEN),
         *_versions(p, version),
         (p.head_dim == p.head_dim_v <= 256, f"{NAME} takes equal head dims up to 256, got {p.head_dim}/{p.head_dim_v}"),
         (not (paged and page and p.page_size % page), f"{NAME} {version} takes pages in multiples of {page} tokens, got "
          f"{p.page_size if paged else 0}"),
-        (p.alignment >= 16, f"{NAME} wants 16-byte aligned tensors and strides, got {p.alignment}"),
+        aligned(p, NAME),
         (not (p.alibi and getattr(p, "requires_grad", False)), f"{NAME} has no gradient of alibi_slopes"),
         (not (getattr(p, "kv_lens", False) and p.requires_grad), f"{NAME} has no gradient through kv_lens"),
         (not (getattr(p, "kv_lens", False) and p.layout == "ragged"), f"{NAME} has no kv_lens of ragged keys"),
         (not (getattr(p, "requires_grad", False) and p.return_lse), f"the LSE of {NAME} has no gradient"),
-        *((v.ok, v.reason) for v in (on_host(p, NAME) if paged else yes(), ordinary(p, NAME), sizes(p, NAME))),
+        on_host(p, NAME) if paged else PASSED, ordinary(p, NAME), sizes(p, NAME),
     )
     return yes(HIDDEN_VALUES) if verdict and hides_keys_in_use(p) else verdict
 

@@ -16,6 +16,8 @@ from kernelgen.dispatch.backends.flash_attn_2 import natural
 from kernelgen.dispatch.backends.wrapped import (
     HALVES,
     HIDDEN_VALUES,
+    PASSED,
+    aligned,
     block_tables,
     copy_owned,
     deliver,
@@ -59,7 +61,7 @@ def supports(p: Any, target: Target) -> Verdict:
          or (eight_bits and p.out_dtype in ("", "bf16")),
          f"{NAME} takes one of {', '.join(HALVES)} throughout, or e4m3 with an output of bf16; got {p.q_dtype}/{p.kv_dtype} to "
          f"{p.out_dtype or 'its default'}"),
-        *refused(p, NAME, _TAKEN),
+        refused(p, NAME, _TAKEN),
         (dims_fit(p.head_dim, p.head_dim_v),
          f"{NAME} takes equal head dims up to 256, D up to 64 with Dv up to 512, or D 136 - 192 with Dv 104 - 128; got "
          f"{p.head_dim}/{p.head_dim_v}"),
@@ -68,8 +70,8 @@ def supports(p: Any, target: Target) -> Verdict:
         (not (grad and p.return_lse), f"the LSE of {NAME} has no gradient"),
         (not paged or p.page_size < LARGEST_PAGE, f"{NAME} may read whole pages from {LARGEST_PAGE} tokens on, NaN of unused slots "
          f"included, got pages of {p.page_size if paged else 0}"),
-        (p.alignment >= 16, f"{NAME} wants 16-byte aligned tensors and strides, got {p.alignment}"),
-        *((v.ok, v.reason) for v in (on_host(p, NAME) if paged else yes(), ordinary(p, NAME), sizes(p, NAME))),
+        aligned(p, NAME),
+        on_host(p, NAME) if paged else PASSED, ordinary(p, NAME), sizes(p, NAME),
     )
     return yes(HIDDEN_VALUES) if verdict and hides_keys_in_use(p) else verdict
 

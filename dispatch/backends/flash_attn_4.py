@@ -14,6 +14,7 @@ from kernelgen.dispatch.backends.base import Backend, Properties
 from kernelgen.dispatch.backends.wrapped import (
     HALVES,
     HIDDEN_VALUES,
+    aligned,
     block_tables,
     copy_owned,
     deliver,
@@ -50,10 +51,10 @@ def supports(p: Any, target: Target) -> Verdict:
         on_cuda(target, NAME, tuple(LARGEST)),
         (p.q_dtype in HALVES and p.q_dtype == p.kv_dtype == p.out_dtype,
          f"{NAME} takes one of {', '.join(HALVES)} for q, k, v and out on {target}, got {p.q_dtype}/{p.kv_dtype} to {p.out_dtype}"),
-        *refused(p, NAME, _TAKEN),
+        refused(p, NAME, _TAKEN),
         *_dims(p, target),
-        (p.alignment >= 16, f"{NAME} wants 16-byte aligned tensors and strides (it copies others), got {p.alignment}"),
-        *((v.ok, v.reason) for v in (ordinary(p, NAME), sizes(p, NAME))),
+        aligned(p, NAME),
+        ordinary(p, NAME), sizes(p, NAME),
         (not p.requires_grad or p.head_dim == p.head_dim_v <= 128,
          f"{NAME}'s backward was only tried for equal head dims up to 128, got {p.head_dim}/{p.head_dim_v}"),
         (not (p.requires_grad and p.kv_lens), f"{NAME}'s gradient through kv_lens was not tried"),
@@ -74,14 +75,14 @@ def supports_paged(p: Any, target: Target) -> Verdict:
         on_cuda(target, NAME, tuple(LARGEST)),
         (p.q_dtype in HALVES and p.q_dtype == p.kv_dtype and p.out_dtype in ("", p.q_dtype),
          f"{NAME} takes one of {', '.join(HALVES)} for q, the cache and out on {target}, got {p.q_dtype}/{p.kv_dtype}"),
-        *refused(p, NAME, _TAKEN),
+        refused(p, NAME, _TAKEN),
         *_dims(p, target),
         (p.head_dim % 16 == 0 and p.head_dim_v % 16 == 0,
          f"{NAME}'s paged loads take head dims in multiples of 16, got {p.head_dim}/{p.head_dim_v}"),
-        (p.alignment >= 16, f"{NAME} wants 16-byte aligned tensors and strides, got {p.alignment}"),
+        aligned(p, NAME),
         (p.page_size not in TILES, f"{NAME} reads a page whole where it is a tile of keys, NaN of unused slots included: a page of "
          f"{p.page_size} tokens may be one"),
-        *((v.ok, v.reason) for v in (on_host(p, NAME), ordinary(p, NAME), sizes(p, NAME))),
+        on_host(p, NAME), ordinary(p, NAME), sizes(p, NAME),
     )
 
 

@@ -15,6 +15,7 @@ from kernelgen.dispatch.backends.base import Properties
 from kernelgen.dispatch.backends.wrapped import (
     HALVES,
     HIDDEN_VALUES,
+    aligned,
     copy_owned,
     dense_starts,
     hides_keys_in_use,
@@ -71,9 +72,9 @@ def _sdpa_verdict(p: AttentionProblem, target: Target, kernel: str) -> Verdict:
 
 def _kernel_limits(p: AttentionProblem, target: Target, kernel: str) -> Iterator[tuple[bool, str]]:
     label, dims = f"torch's {kernel} attention", (p.head_dim, p.head_dim_v)
-    for v in (ordinary(p, label), sizes(p, label)):
-        yield v.ok, v.reason
-    yield p.alignment >= 16, f"{label} wants 16-byte aligned tensors and strides, got {p.alignment}"
+    yield ordinary(p, label)
+    yield sizes(p, label)
+    yield aligned(p, label)
     if kernel == "efficient":
         yield max(dims) <= 512, f"{label} is asked to take head dims up to 512, got {dims[0]}/{dims[1]}"
         return
@@ -91,10 +92,10 @@ def _forward_verdict(p: AttentionProblem, target: Target) -> Verdict:
         on_cuda(target, label),
         (p.q_dtype in HALVES and p.q_dtype == p.kv_dtype == p.out_dtype,
          f"{label} takes one of {', '.join(HALVES)} for q, k, v and out, got {p.q_dtype}/{p.kv_dtype} to {p.out_dtype}"),
-        *refused(p, label, ("ragged", "window", "window_right", "kv_lens", "lse")),
+        refused(p, label, ("ragged", "window", "window_right", "kv_lens", "lse")),
         (p.head_dim == p.head_dim_v <= 256, f"{label} takes equal head dims up to 256, got {p.head_dim}/{p.head_dim_v}"),
-        (p.alignment >= 16, f"{label} wants 16-byte aligned tensors and strides, got {p.alignment}"),
-        *((v.ok, v.reason) for v in (ordinary(p, label), sizes(p, label))),
+        aligned(p, label),
+        ordinary(p, label), sizes(p, label),
     )
     return yes(HIDDEN_VALUES) if verdict and hides_keys_in_use(p) else verdict
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from kernelgen.dispatch.libraries import Library, release
 from kernelgen.targets import Target
 from kernelgen.tensors import HostLengths
-from kernelgen.verdicts import Verdict, first_no, no, yes
+from kernelgen.verdicts import Verdict, yes
 
 HALVES = ("bf16", "fp16")
 INT32 = 2**31
@@ -38,32 +38,53 @@ FEATURES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def refused(p: Any, library: str, taken: Collection[str]) -> Iterator[tuple[bool, str]]:
-    """(passed, reason) of every feature that the library has not: a call never runs without one that it asks for."""
-    for name, (asked, words) in FEATURES.items():
+_asked: tuple[Any, tuple[str, ...]] = (None, ())
+PASSED = (True, "")
+
+
+def asked_features(p: Any) -> tuple[str, ...]:
+    """The names of FEATURES that a problem asks for. Every adapter wants to know, so the last answer is kept."""
+    global _asked
+    if _asked[0] is not p:
+        _asked = p, tuple(name for name, (asked, _) in FEATURES.items() if asked(p))
+    return _asked[1]
+
+
+def refused(p: Any, library: str, taken: Collection[str]) -> tuple[bool, str]:
+    """A check: does the library have every feature that is asked for? A call never runs without one."""
+    for name in asked_features(p):
         if name not in taken:
-            yield not asked(p), f"{library} has not: {words}"
+            return False, f"{library} has not: {FEATURES[name][1]}"
+    return PASSED
 
 
-def sizes(p: Any, library: str, *, tokens: int = INT32, elements: int = 2**63, batch: int = GRID, heads: int = GRID) -> Verdict:
-    """Size limits in Python's integers, which do not overflow. ``tokens``, ``elements`` and the rest are the first values too many."""
-    q, k = p.seq_q or 0, p.seq_k or 0
+def sizes(p: Any, library: str, *, tokens: int = INT32, elements: int = 2**63) -> tuple[bool, str]:
+    """A check of sizes in Python's integers, which do not overflow. ``tokens`` and ``elements`` are the first values too many."""
     rows = p.batch if getattr(p, "layout", "") == "dense" else 1
-    counts = (("query tokens", rows * q, tokens), ("key tokens", rows * k, tokens), ("requests", p.batch, batch + 1),
-              ("query heads", p.num_q_heads, heads + 1),
-              ("elements of q", rows * q * p.num_q_heads * p.head_dim, elements),
-              ("elements of k", rows * k * p.num_kv_heads * p.head_dim, elements),
-              ("elements of out", rows * q * p.num_q_heads * p.head_dim_v, elements))
-    return first_no(*((got < limit, f"{library} takes at most {limit - 1} {what}, got {got}") for what, got, limit in counts))
+    q, k = rows * (p.seq_q or 0), rows * (p.seq_k or 0)
+    largest = max(q * p.num_q_heads * max(p.head_dim, p.head_dim_v), k * p.num_kv_heads * max(p.head_dim, p.head_dim_v))
+    for what, got, limit in (("query tokens", q, tokens), ("key tokens", k, tokens), ("requests", p.batch, GRID + 1),
+                             ("query heads", p.num_q_heads, GRID + 1), ("elements of a tensor", largest, elements)):
+        if got >= limit:
+            return False, f"{library} takes at most {limit - 1} {what}, got {got}"
+    return PASSED
 
 
-def ordinary(p: Any, library: str) -> Verdict:
-    """Libraries differ in what they do without keys, requests or queries: none is asked to. Head dims in multiples of 8."""
-    counts = (("batch", p.batch), ("query length", p.seq_q), ("key length", p.seq_k), ("query heads", p.num_q_heads),
-              ("key heads", p.num_kv_heads))
-    return first_no(
-        *((n is None or n > 0, f"{library} is not asked to run a problem with {what} of 0") for what, n in counts),
-        *((d > 0 and d % 8 == 0, f"{library} takes head dims in multiples of 8, got {d}") for d in (p.head_dim, p.head_dim_v)))
+def ordinary(p: Any, library: str) -> tuple[bool, str]:
+    """A check: libraries differ in what they do without keys, requests or queries, so none is asked to; head dims in multiples of 8."""
+    for what, n in (("batch", p.batch), ("query length", p.seq_q), ("key length", p.seq_k), ("query heads", p.num_q_heads),
+                    ("key heads", p.num_kv_heads)):
+        if n is not None and n <= 0:
+            return False, f"{library} is not asked to run a problem with {what} of 0"
+    for d in (p.head_dim, p.head_dim_v):
+        if d <= 0 or d % 8:
+            return False, f"{library} takes head dims in multiples of 8, got {d}"
+    return PASSED
+
+
+def aligned(p: Any, library: str) -> tuple[bool, str]:
+    """A check of addresses and strides."""
+    return PASSED if p.alignment >= 16 else (False, f"{library} wants 16-byte aligned tensors and strides, got {p.alignment}")
 
 
 def found_version(library: Library, live: bool) -> tuple[Verdict, str]:
@@ -76,15 +97,18 @@ def found_version(library: Library, live: bool) -> tuple[Verdict, str]:
 
 def needs_version(library: str, found: str, needed: str, what: str) -> tuple[bool, str]:
     """A check: ``what`` exists since version ``needed``."""
-    return release(found) >= release(needed), f"{library} {found} has not {what}: needs {needed} or later"
+    if release(found) >= release(needed):
+        return PASSED
+    return False, f"{library} {found} has not {what}: needs {needed} or later"
 
 
 def on_cuda(target: Target, library: str, capabilities: Collection[int] = (), least: int = 80) -> tuple[bool, str]:
     """A check of the target."""
+    if target.capability in capabilities or (not capabilities and target.kind == "cuda" and target.capability >= least):
+        return PASSED
     if capabilities:
-        listed = ", ".join(f"sm_{c}" for c in sorted(capabilities))
-        return target.capability in capabilities, f"{library} runs on {listed}, got {target}"
-    return target.kind == "cuda" and target.capability >= least, f"{library} needs an NVIDIA GPU of sm_{least} or later, got {target}"
+        return False, f"{library} runs on {', '.join(f'sm_{c}' for c in sorted(capabilities))}, got {target}"
+    return False, f"{library} needs an NVIDIA GPU of sm_{least} or later, got {target}"
 
 
 def with_comment(verdict: Verdict, comment: str) -> Verdict:
@@ -253,7 +277,8 @@ def longest(arrays: Any) -> tuple[int, int]:
     return int((host.starts[1:] - host.starts[:-1]).max(initial=0)), int(host.kv_lens.max(initial=0))
 
 
-def on_host(p: Any, library: str) -> Verdict:
-    """Libraries plan on the host: where lengths are on the device, copying them back would wait for it."""
-    known = p.seq_q is not None and p.max_seq_q is not None and p.seq_k is not None
-    return yes() if known else no(f"{library} needs the lengths on the host, got them on the device; give seq_lens and q_lens on the host")
+def on_host(p: Any, library: str) -> tuple[bool, str]:
+    """A check: libraries plan on the host, and where lengths are on the device, copying them back would wait for it."""
+    if p.seq_q is not None and p.max_seq_q is not None and p.seq_k is not None:
+        return PASSED
+    return False, f"{library} needs the lengths on the host, got them on the device; give seq_lens and q_lens on the host"

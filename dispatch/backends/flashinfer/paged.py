@@ -15,6 +15,7 @@ from kernelgen.dispatch.backends.wrapped import (
     HALVES,
     HIDDEN_VALUES,
     INT32,
+    aligned,
     block_tables,
     host_lengths,
     longest,
@@ -48,7 +49,7 @@ def supports_prefill(p: PagedAttentionProblem, target: Target, kernel: str) -> V
     verdict = first_no(
         _dtypes(p, kernel, ("e4m3", "e5m2") if kernel == "fa2" else ()),
         *common(p, target, kernel),
-        *((v.ok, v.reason) for v in (on_host(p, NAME),)),
+        on_host(p, NAME),
     )
     return yes(HIDDEN_VALUES) if verdict and (p.max_seq_q or 0) > 1 else verdict
 
@@ -58,19 +59,18 @@ def supports_decode(p: PagedAttentionProblem, target: Target) -> Verdict:
     return first_no(
         on_cuda(target, label),
         _dtypes(p, "decode", ("e4m3", "e5m2")),
-        *refused(p, label, ("window", "window_right", "soft_cap", "lse")),
+        refused(p, label, ("window", "window_right", "soft_cap", "lse")),
         *_one_query(p, label),
         (p.group_size in GROUPS, f"{label} takes groups of {', '.join(map(str, GROUPS))} query heads, got {p.group_size}"),
         (p.head_dim == p.head_dim_v and p.head_dim in DECODE_DIMS,
          f"{label} takes head dims {', '.join(map(str, DECODE_DIMS))}, equal for keys and values, got {p.head_dim}/{p.head_dim_v}"),
-        (p.alignment >= 16, f"{label} wants 16-byte aligned tensors and strides, got {p.alignment}"),
-        *((v.ok, v.reason) for v in (ordinary(p, label), sizes(p, label, elements=INT32))),
+        aligned(p, label),
+        ordinary(p, label), sizes(p, label, elements=INT32),
     )
 
 
 def _one_query(p: PagedAttentionProblem, label: str) -> Iterator[tuple[bool, str]]:
-    verdict = on_host(p, label)
-    yield verdict.ok, verdict.reason
+    yield on_host(p, label)
     yield p.max_seq_q == 1, f"{label} takes one query per request, got up to {p.max_seq_q}"
 
 
@@ -79,14 +79,14 @@ def supports_xqa(p: PagedAttentionProblem, target: Target) -> Verdict:
     return first_no(
         on_cuda(target, label, XQA_CAPABILITIES),
         _dtypes(p, "xqa", ()),
-        *refused(p, label, ("window", "window_right", "sinks")),
+        refused(p, label, ("window", "window_right", "sinks")),
         *_one_query(p, label),
         (p.page_size in XQA_PAGES, f"{label} takes pages of {', '.join(map(str, XQA_PAGES))} tokens, got {p.page_size}"),
         (p.head_dim == p.head_dim_v and p.head_dim % 16 == 0 and 16 <= p.head_dim <= 256,
          f"{label} takes head dims in multiples of 16 up to 256, equal for keys and values, got {p.head_dim}/{p.head_dim_v}"),
         (p.group_size <= 16, f"{label} takes groups of at most 16 query heads, got {p.group_size}"),
-        (p.alignment >= 16, f"{label} wants 16-byte aligned tensors and strides, got {p.alignment}"),
-        *((v.ok, v.reason) for v in (ordinary(p, label), sizes(p, label, elements=INT32))),
+        aligned(p, label),
+        ordinary(p, label), sizes(p, label, elements=INT32),
     )
 
 
