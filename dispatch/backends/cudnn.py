@@ -23,6 +23,7 @@ from kernelgen.dispatch.backends.wrapped import (
     positive_scale,
     repair_empty_rows,
     rows_may_be_empty,
+    values_in_use,
     window_of,
     with_comment,
 )
@@ -180,10 +181,11 @@ def _dense(p: Any) -> Callable[[Any], Any]:
 
     def run(t: Any) -> None:
         q, scale = positive_scale(t.q, t.scale)
-        forms = {name: _heads_first(x) for name, x in (("q", q), ("k", t.k), ("v", t.v), ("out", t.out))}
+        v = values_in_use(p, t)  # it reads whole tiles of them
+        forms = {name: _heads_first(x) for name, x in (("q", q), ("k", t.k), ("v", v), ("out", t.out))}
         if t.lse is not None:
             forms["lse"] = (*t.lse.shape, 1), (*t.lse.stride(), 1)
-        given = {"k": t.k, "v": t.v}
+        given = {"k": t.k, "v": v}
         if padded:
             given["q_lens"] = dense_starts(p, q.device).diff()
             given["kv_lens"] = t.kv_lens if t.kv_lens is not None else torch.full_like(given["q_lens"], p.seq_k)
@@ -198,9 +200,10 @@ def _ragged_attention(p: Any) -> Callable[[Any], Any]:
     def run(t: Any) -> None:
         q, scale = positive_scale(t.q, t.scale)
         starts, keys = t.cu_seqlens_q, t.cu_seqlens_k
-        forms = _row_forms(p, t, q, p.batch, most_q) | {name: _rows(x, p.batch, most_k) for name, x in (("k", t.k), ("v", t.v))}
-        given = {"k": t.k, "v": t.v, "q_lens": starts.diff(), "kv_lens": keys.diff() if t.kv_lens is None else t.kv_lens,
-                 "k_offsets": keys * t.k.stride(0), "v_offsets": keys * t.v.stride(0), **_offsets(t, q, starts)}
+        v = t.v if t.kv_lens is None else values_in_use(p, t)  # rows of other requests are not read
+        forms = _row_forms(p, t, q, p.batch, most_q) | {name: _rows(x, p.batch, most_k) for name, x in (("k", t.k), ("v", v))}
+        given = {"k": t.k, "v": v, "q_lens": starts.diff(), "kv_lens": keys.diff() if t.kv_lens is None else t.kv_lens,
+                 "k_offsets": keys * t.k.stride(0), "v_offsets": keys * v.stride(0), **_offsets(t, q, starts)}
         _execute(p, t, q, scale, forms, given, padded=True, ragged_q=True, ragged_k=True)
 
     return run

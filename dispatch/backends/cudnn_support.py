@@ -132,6 +132,8 @@ def supports(p: Any, target: Target, version: int) -> Verdict:
         refused(p, NAME, _TAKEN),
         (all(8 <= d <= most and d % 8 == 0 for d in dims) or (dims == (192, 128) and target.capability >= 100),
          f"{NAME} takes head dims in multiples of 8 up to {most} on {target}, got {dims[0]}/{dims[1]}"),
+        (not paged or p.page_size == 1, f"{NAME} may read slots of a page that no request uses, and a NaN there reaches its result: only "
+         f"pages of one token have none, got {p.page_size if paged else 0}"),
         (not (p.sinks and (p.max_seq_q if paged else p.seq_q) == 1), f"{NAME} has no sinks for one query per request"),
         aligned(p, NAME),
         on_host(p, NAME) if paged else PASSED, ordinary(p, NAME),

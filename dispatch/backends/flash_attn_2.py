@@ -23,6 +23,8 @@ from kernelgen.dispatch.backends.wrapped import (
     found_version,
     hides_keys_in_use,
     longest,
+    longest_keys,
+    loses_keys,
     needs_version,
     on_cuda,
     on_host,
@@ -75,6 +77,8 @@ def supports(p: Any, target: Target, version: str) -> Verdict:
         (not (paged and page and p.page_size % page), f"{NAME} {version} takes pages in multiples of {page} tokens, got "
          f"{p.page_size if paged else 0}"),
         aligned(p, NAME),
+        (paged or p.layout == "ragged" or not loses_keys(p), f"{NAME} loses keys of rows before the first key in a window without a right "
+         f"end: takes at most {(p.seq_k or 0) + 1} queries here, got {p.seq_q}"),
         (not (p.alibi and getattr(p, "requires_grad", False)), f"{NAME} has no gradient of alibi_slopes"),
         (not (getattr(p, "kv_lens", False) and p.requires_grad), f"{NAME} has no gradient through kv_lens"),
         (not (getattr(p, "kv_lens", False) and p.layout == "ragged"), f"{NAME} has no kv_lens of ragged keys"),
@@ -102,6 +106,11 @@ def _arguments(p: Any, t: Any, version: str) -> dict[str, Any]:
     return given
 
 
+def _longest(queries: int, keys: int) -> tuple[int, int]:
+    """At least two queries: for one it takes it that every request has one."""
+    return max(queries, 2), longest_keys(queries, keys)
+
+
 def _attention(p: Any, version: str) -> Callable[[Any], Any]:
     def run(t: Any) -> Any:
         import flash_attn
@@ -117,7 +126,8 @@ def _attention(p: Any, version: str) -> Callable[[Any], Any]:
             if p.layout == "dense":
                 found = flash_attn.flash_attn_func(q, t.k, t.v, **given)
             else:  # without a sync no more is known of the longest request than the tokens of all
-                found = flash_attn.flash_attn_varlen_func(q, t.k, t.v, t.cu_seqlens_q, t.cu_seqlens_k, p.seq_q, p.seq_k, **given)
+                longest_q, longest_k = _longest(p.seq_q, p.seq_k)
+                found = flash_attn.flash_attn_varlen_func(q, t.k, t.v, t.cu_seqlens_q, t.cu_seqlens_k, longest_q, longest_k, **given)
         return _hand_over(p, t, found)
 
     return run
@@ -141,7 +151,7 @@ def _paged(p: Any, version: str) -> Callable[[Any], Any]:
         a, (rows, keys) = t.arrays, longest(t.arrays)
         starts_k = torch.nn.functional.pad(a.kv_lens.cumsum(0, dtype=torch.int32), (1, 0))
         found = flash_attn.flash_attn_varlen_func(
-            q, t.k_cache, t.v_cache, a.q_indptr, starts_k, rows, keys, softmax_scale=scale, return_attn_probs=p.return_lse,
+            q, t.k_cache, t.v_cache, a.q_indptr, starts_k, *_longest(rows, keys), softmax_scale=scale, return_attn_probs=p.return_lse,
             block_table=block_tables(a, p.page_size), **_arguments(p, t, version))
         return _hand_over(p, t, found)
 

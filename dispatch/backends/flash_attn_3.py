@@ -24,6 +24,8 @@ from kernelgen.dispatch.backends.wrapped import (
     found_version,
     hides_keys_in_use,
     longest,
+    longest_keys,
+    loses_keys,
     on_cuda,
     on_host,
     ordinary,
@@ -70,6 +72,8 @@ def supports(p: Any, target: Target) -> Verdict:
         (not (grad and p.return_lse), f"the LSE of {NAME} has no gradient"),
         (not paged or p.page_size < LARGEST_PAGE, f"{NAME} may read whole pages from {LARGEST_PAGE} tokens on, NaN of unused slots "
          f"included, got pages of {p.page_size if paged else 0}"),
+        (not (p.window[0] is not None and window_of(p, None)[1] is None and (paged or (p.layout == "dense" and loses_keys(p)))),
+         f"{NAME} loses keys of rows before the first key in a window without a right end"),
         aligned(p, NAME),
         on_host(p, NAME) if paged else PASSED, ordinary(p, NAME), sizes(p, NAME),
     )
@@ -102,7 +106,8 @@ def _attention(p: Any) -> Callable[[Any], Any]:
         if p.layout == "dense":
             found = library.flash_attn_func(q, t.k, t.v, **given)
         else:
-            found = library.flash_attn_varlen_func(q, t.k, values_in_use(p, t), t.cu_seqlens_q, t.cu_seqlens_k, p.seq_q, p.seq_k, **given)
+            found = library.flash_attn_varlen_func(q, t.k, values_in_use(p, t), t.cu_seqlens_q, t.cu_seqlens_k, p.seq_q,
+                                                   longest_keys(p.seq_q, p.seq_k), **given)
         return _finish(p, t, *(found[:2] if p.return_lse else (found, None)))
 
     return run

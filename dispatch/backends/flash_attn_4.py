@@ -57,6 +57,7 @@ def supports(p: Any, target: Target) -> Verdict:
         ordinary(p, NAME), sizes(p, NAME),
         (not p.requires_grad or p.head_dim == p.head_dim_v <= 128,
          f"{NAME}'s backward was only tried for equal head dims up to 128, got {p.head_dim}/{p.head_dim_v}"),
+        _capped_lse(p),
         (not (p.requires_grad and p.kv_lens), f"{NAME}'s gradient through kv_lens was not tried"),
         (not (p.requires_grad and p.sinks), f"{NAME}'s gradient of sinks was not tried"),
     )
@@ -70,6 +71,11 @@ def _dims(p: Any, target: Target) -> Iterator[tuple[bool, str]]:
     yield ok, f"{NAME} takes head dims of 8 to {most}{more} on {target}, got {dims[0]}/{dims[1]}"
 
 
+def _capped_lse(p: Any) -> tuple[bool, str]:
+    """Measured on an H200: 1.6 x what an LSE may be off, as the tanh of its soft-cap is an approximation."""
+    return not (p.soft_cap and p.return_lse), f"{NAME}'s LSE under a soft-cap is not exact enough"
+
+
 def supports_paged(p: Any, target: Target) -> Verdict:
     return first_no(
         on_cuda(target, NAME, tuple(LARGEST)),
@@ -80,6 +86,7 @@ def supports_paged(p: Any, target: Target) -> Verdict:
         (p.head_dim % 16 == 0 and p.head_dim_v % 16 == 0,
          f"{NAME}'s paged loads take head dims in multiples of 16, got {p.head_dim}/{p.head_dim_v}"),
         aligned(p, NAME),
+        _capped_lse(p),
         (p.page_size not in TILES, f"{NAME} reads a page whole where it is a tile of keys, NaN of unused slots included: a page of "
          f"{p.page_size} tokens may be one"),
         on_host(p, NAME), ordinary(p, NAME), sizes(p, NAME),

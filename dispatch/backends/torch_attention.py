@@ -19,6 +19,8 @@ from kernelgen.dispatch.backends.wrapped import (
     copy_owned,
     dense_starts,
     hides_keys_in_use,
+    longest_keys,
+    loses_keys,
     on_cuda,
     ordinary,
     positive_scale,
@@ -95,6 +97,8 @@ def _forward_verdict(p: AttentionProblem, target: Target) -> Verdict:
         refused(p, label, ("ragged", "window", "window_right", "kv_lens", "lse")),
         (p.head_dim == p.head_dim_v <= 256, f"{label} takes equal head dims up to 256, got {p.head_dim}/{p.head_dim_v}"),
         aligned(p, label),
+        (p.layout == "ragged" or p.kv_lens or not loses_keys(p), f"{label} loses keys of rows before the first key in a window without a "
+         f"right end: takes at most {p.seq_k + 1} queries here, got {p.seq_q}"),
         ordinary(p, label), sizes(p, label),
     )
     return yes(HIDDEN_VALUES) if verdict and hides_keys_in_use(p) else verdict
@@ -227,6 +231,9 @@ def _forward(p: AttentionProblem) -> Callable[[Any], Any]:
     left, right = window_of(p, None)
     dense, flat = p.layout == "dense", p.layout == "dense" and p.kv_lens
     windows = {"window_size_left": left, "window_size_right": right}
+    # Without a sync no more is known of the longest ragged request than the tokens of all. At least two queries: for one it takes it
+    # that every request has one.
+    longest = (max(p.seq_q, 2), longest_keys(p.seq_q, p.seq_k)) if flat or not dense else (p.seq_q, p.seq_k)
 
     def run(t: Any) -> None:
         q, scale = positive_scale(t.q, t.scale)
@@ -235,10 +242,8 @@ def _forward(p: AttentionProblem) -> Callable[[Any], Any]:
             q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in (q, k, v))
             starts_q = dense_starts(p, q.device)
             starts_k = torch.arange(p.batch + 1, device=q.device, dtype=torch.int32) * p.seq_k
-        # Without a sync no more is known of the longest ragged request than the tokens of all.
         out, lse = torch.ops.aten._flash_attention_forward(
-            q, k, v, starts_q, starts_k, p.seq_q, p.seq_k, 0.0, p.causal and left is None, False, scale=scale, seqused_k=t.kv_lens,
-            **windows)[:2]
+            q, k, v, starts_q, starts_k, *longest, 0.0, p.causal and left is None, False, scale=scale, seqused_k=t.kv_lens, **windows)[:2]
         lse = torch.where(lse == float("inf"), float("-inf"), lse)  # what it stores of a row without keys
         if flat:
             out = out.view(t.out.shape)

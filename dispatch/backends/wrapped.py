@@ -132,6 +132,19 @@ def window_of(p: Any, unbounded: Any = -1) -> tuple[Any, Any]:
     return unbounded if left is None else left, unbounded if right is None else right
 
 
+def loses_keys(p: Any) -> bool:
+    """FlashAttention-2 and -3 take the longest length in the place of a right end that a window has not, counted from the row's own
+    position: rows that stand before the first key lose the last ones. Where the longest length is an argument, ``longest_keys`` helps.
+    """
+    left, right = window_of(p, None)
+    return left is not None and (right is None or right >= p.seq_k) and p.seq_q > p.seq_k + 1
+
+
+def longest_keys(queries: int, keys: int) -> int:
+    """A longest length for :func:`loses_keys` that no row's position is below."""
+    return queries + keys
+
+
 def positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
     """Libraries take the largest score before they scale it: a scale below 0 goes into q, one of 0 makes q zero."""
     if scale > 0:
@@ -251,7 +264,7 @@ def host_lengths(arrays: Any) -> HostLengths:
 
 
 def block_tables(arrays: Any, page_size: int, power: bool = False) -> torch.Tensor:
-    """(B, pages of the longest request, at least 1) int32 page numbers; 0 past a request's pages, where a table may hold junk.
+    """(B, pages of the longest request, at least 1) int32 page numbers; past a request's pages, where a table may hold junk, its first.
 
     ``power``: as many columns as the next power of two, for a library that compiles the width in.
     """
@@ -266,7 +279,8 @@ def block_tables(arrays: Any, page_size: int, power: bool = False) -> torch.Tens
         if numbers.shape[0] == 0:
             return torch.zeros(used.shape, dtype=torch.int32, device=used.device)
         place = (arrays.page_begin.unsqueeze(1) + column).clamp_(max=numbers.shape[0] - 1)
-        return torch.where(used, numbers[place], 0).to(torch.int32)
+        first = torch.where(arrays.kv_lens > 0, numbers[place[:, 0]], 0)
+        return torch.where(used, numbers[place], first.unsqueeze(1)).to(torch.int32)
 
     return remembered(arrays, ("blocks", page_size, power), make)
 

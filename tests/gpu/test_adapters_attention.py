@@ -56,7 +56,8 @@ def _missing(backend: str, kernel: str) -> str:
 def test_against_the_reference(backend: str, kernel: str, spec: Spec) -> None:
     if reason := _missing(backend, kernel):
         pytest.skip(reason)
-    sizes = DECODE if kernel in ("decode", "xqa") else {}
+    page = {"cudnn": 1, "flash_attn_2": 256}.get(backend)
+    sizes = DECODE if kernel in ("decode", "xqa") else {"page_size": page} if page and spec.layout == "paged" else {}
     with only(backend, kernel):
         refused = [check_adapter(spec, index, backend, **sizes) for index in range(2)]
     if all(refused):

@@ -25,6 +25,7 @@ from kernelgen.dispatch.backends.wrapped import (
     positive_scale,
     refused,
     remembered,
+    repair_empty_rows,
     sizes,
     window_of,
 )
@@ -226,6 +227,8 @@ def _xqa(p: PagedAttentionProblem) -> Callable[[Any], Any]:
                 window_left=left, out=out, sinks=t.sinks, kv_layout=p.kv_layout)
 
         _by_request(t, place, call)
+        if not host_lengths(a).kv_lens.all():  # it leaves NaN in a row without keys
+            repair_empty_rows(p, t, t.out, None)
 
     return run
 

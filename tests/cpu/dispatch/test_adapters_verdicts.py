@@ -34,7 +34,8 @@ FP8 = {"q_dtype": "e4m3", "kv_dtype": "e4m3", "out_dtype": "bf16"}
 TABLE: list[tuple[str, str, str, Any, str]] = [
     ("cudnn", "", "sm_90a", DENSE, ""),
     ("cudnn", "", "sm_90a", RAGGED, ""),
-    ("cudnn", "", "sm_90a", PAGED, ""),
+    ("cudnn", "", "sm_90a", replace(PAGED, page_size=1), ""),
+    ("cudnn", "", "sm_90a", PAGED, "pages of one token have none, got 16"),
     ("cudnn", "", "sm_80", RAGGED, ""),
     ("cudnn", "", "sm_120", DENSE, "runs on sm_80"),
     ("cudnn", "", "cpu", DENSE, "runs on sm_80"),
@@ -42,8 +43,8 @@ TABLE: list[tuple[str, str, str, Any, str]] = [
     ("cudnn", "", "sm_100", replace(DENSE, head_dim=192), ""),
     ("cudnn", "", "sm_90a", replace(DENSE, head_dim=512, head_dim_v=512), "up to 256 on sm_90a, got 512/512"),
     ("cudnn", "", "sm_90a", replace(DENSE, **FP8), "16-bit output on Blackwell only"),
-    ("cudnn", "", "sm_90a", replace(PAGED, sinks=True), "no sinks for one query"),
-    ("cudnn", "", "sm_90a", replace(PREFILL, sinks=True), ""),
+    ("cudnn", "", "sm_90a", replace(PAGED, page_size=1, sinks=True), "no sinks for one query"),
+    ("cudnn", "", "sm_90a", replace(PREFILL, page_size=1, sinks=True), ""),
     ("cudnn", "", "sm_90a", replace(DENSE, alignment=8), "16-byte aligned"),
     ("cudnn", "", "sm_90a", replace(DENSE, requires_grad=True), "gradient"),
     ("flash_attn_2", "", "sm_80", replace(DENSE, alibi=True, soft_cap=True, kv_lens=True), ""),
@@ -63,7 +64,13 @@ TABLE: list[tuple[str, str, str, Any, str]] = [
     ("flash_attn_4", "", "sm_90a", RAGGED, ""),
     ("flash_attn_4", "", "sm_100", DENSE, ""),
     ("flash_attn_4", "", "sm_80", DENSE, "got sm_80"),
-    ("flash_attn_4", "", "sm_90a", replace(DENSE, sinks=True, soft_cap=True, window=(3, 5), return_lse=True), ""),
+    ("flash_attn_4", "", "sm_90a", replace(DENSE, sinks=True, soft_cap=True, window=(3, 5)), ""),
+    ("flash_attn_4", "", "sm_90a", replace(DENSE, sinks=True, window=(3, 5), return_lse=True), ""),
+    ("flash_attn_4", "", "sm_90a", replace(DENSE, soft_cap=True, return_lse=True), "LSE under a soft-cap"),
+    ("torch", "flash_forward", "sm_90a", replace(DENSE, window=(3, None), seq_q=66), "at most 65 queries here, got 66"),
+    ("torch", "flash_forward", "sm_90a", replace(DENSE, window=(3, 5), seq_q=66), ""),
+    ("flash_attn_2", "", "sm_90a", replace(DENSE, window=(3, None), seq_q=66), "at most 65 queries here, got 66"),
+    ("flash_attn_2", "", "sm_90a", replace(RAGGED, window=(3, None), seq_q=66), ""),
     ("flash_attn_4", "", "sm_90a", replace(DENSE, head_dim=264, head_dim_v=264), "8 to 256 on sm_90a, got 264/264"),
     ("flash_attn_4", "", "sm_100", replace(DENSE, head_dim=192), ""),
     ("flash_attn_4", "", "sm_100", replace(DENSE, head_dim=136), "got 136/128"),
@@ -110,7 +117,7 @@ def test_lengths_on_the_device_are_not_copied_back() -> None:
     unknown = replace(PAGED, seq_q=None, max_seq_q=None, seq_k=None)
     with installed(**EVERYTHING):
         for backend in ("cudnn", "flash_attn_2", "flash_attn_3", "flash_attn_4", "flashinfer"):
-            problem = replace(unknown, page_size=256 if backend == "flash_attn_2" else 16)
+            problem = replace(unknown, page_size={"flash_attn_2": 256, "cudnn": 1}.get(backend, 16))
             for kernel, _, verdict in backends()[backend].candidates(problem, Target.parse("sm_90a"), live=True):
                 assert not verdict.ok and ("on the host" in verdict.reason or kernel in ("cudnn", "trtllm_fmha_v2"))
 
