@@ -99,6 +99,14 @@ def test_held_rows_and_rows_that_come_with_weights() -> None:
             check(CASES[name](tokens), f"{name} {held}", Config(4, 16, 8, 4, 1, 16, 8, 2, 4, *held))
 
 
+@pytest.mark.parametrize("passes, split, up_split", ((0, 1, 3), (1, 2, 2), (2, 1, 12)))
+@pytest.mark.parametrize("columns", (1, 2))
+def test_teams_and_hidden_rows_of_mxfp4(columns: int, passes: int, split: int, up_split: int) -> None:
+    """Teams of up; hidden rows of one unit in each warp, of all in one go, and by parts of K."""
+    config = Config(columns, 32, 12, 2, 1, 24, 8, split, 2, True, True, passes, up_split)
+    check(CASES["gpt-oss"](8), str(config), config)
+
+
 def test_layers_of_one_binary() -> None:
     """The second one has fewer experts and narrower rows, so that it needs less shared memory; then the first one again."""
     config = Config(1, 32, 8, 3, 1, 16, 8, 1, 5, True, True)

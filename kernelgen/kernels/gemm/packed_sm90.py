@@ -143,18 +143,16 @@ def one_wave(problem: GemmProblem, target: Target) -> bool:
     return _measured(problem, target, next(iter(candidates(problem, target))))
 
 
-# (warps_n, warps_k, tiles, stages, ahead), of equal columns the faster first; and for 5 - 8 rows of int4 what was measured with 8.
+# (warps_n, warps_k, tiles, stages, ahead), of equal columns the faster first.
 _FORMS = {
     8: ((4, 4, 2, 3, 12), (8, 2, 1, 6, 12), (3, 4, 2, 3, 12), (4, 2, 1, 8, 16), (2, 4, 2, 4, 16), (3, 4, 1, 4, 24), (2, 4, 1, 4, 16)),
-    16: ((4, 2, 2, 4, 8), (8, 2, 1, 4, 8), (3, 4, 2, 2, 8), (4, 2, 1, 6, 12), (2, 4, 2, 4, 16), (3, 4, 1, 4, 16), (2, 4, 1, 4, 16)),
+    16: ((8, 2, 1, 4, 8), (4, 2, 2, 4, 8), (3, 4, 2, 2, 8), (4, 2, 1, 6, 12), (2, 4, 2, 4, 16), (3, 4, 1, 4, 16), (2, 4, 1, 4, 16)),
 }
-_EIGHT_ROWS = (4, 2, 2, 6, 12)
 
 
 def _configs(problem: GemmProblem) -> Iterator[Config]:
     tokens = 8 if problem.m <= 8 else 16
-    forms = ((_EIGHT_ROWS,) if 4 < problem.m <= 8 and problem.weight_format == "int4" else ()) + _FORMS[tokens]
-    for (warps_n, warps_k, tiles, stages, ahead), split_k in product(forms, (2, 1, 4, 8)):
+    for (warps_n, warps_k, tiles, stages, ahead), split_k in product(_FORMS[tokens], (2, 1, 4, 8)):
         yield Config(tiles, tokens, warps_n, warps_k, stages, split_k, ahead)
 
 

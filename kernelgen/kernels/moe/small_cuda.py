@@ -48,6 +48,9 @@ _SUM_FLOATS = 4096       # kSumFloats of the header
 _LONG = 32               # steps: hidden rows of more are not held
 _MOST_HELD = 66 << 10    # bytes of hidden rows beside mxfp4; more are held in passes
 _HELD_TOKENS = 8         # up to which rows stay in shared memory
+# Rows, warps, split of up beside mxfp4: with one token what leaves room for a block of down beside it, otherwise as many warps as fit
+# (tools/bench/results/tried/h200_moe_small_mxfp4.json).
+_TEAMS = (*((32, 12, n) for n in (2, 3, 4, 6)), *((32, 8, n) for n in (2, 4, 8)), (32, 4, 4), (32, 4, 2), (16, 4, 4))
 _SMS = 132               # where a target does not say
 
 
@@ -57,12 +60,12 @@ class Config:
 
     tokens       of an expert that are multiplied at a time
     rows         of weights that a warp has at a time: 8, 16 or 32 (down: 24, too); of a gated activation half as many outputs
-    warps        of a block; those of up share K, of down ``down_split`` of them do
+    warps        of a block, in teams that share K: ``down_split`` of down's, ``up_split`` of up's (0: all of them)
     stages       of a warp's ring, of 128 bytes of each row
     up_blocks    per SM
     up_held      rows of x of all tokens stay in shared memory; down_held: hidden rows of all slots do. fp8 weights are then widened to
                  fp16, bf16 rows made so once
-    down_passes  hidden rows are held by parts of K, one after the other
+    down_passes  hidden rows are held by parts of K, one after the other; 0: each warp holds those of one unit after the other
     """
 
     tokens: int
@@ -77,12 +80,18 @@ class Config:
     up_held: bool = False
     down_held: bool = False
     down_passes: int = 1
+    up_split: int = 0
+
+    @property
+    def up_team(self) -> int:
+        return self.up_split or self.up_warps
 
     def __str__(self) -> str:
         c = self
-        return (f"t{c.tokens} up{c.up_rows} w{c.up_warps} s{c.up_stages} b{c.up_blocks}" + " held" * c.up_held +
+        return (f"t{c.tokens} up{c.up_rows} w{c.up_warps}" + f" k{c.up_split}" * (c.up_split > 0) +
+                f" s{c.up_stages} b{c.up_blocks}" + " held" * c.up_held +
                 f" down{c.down_rows} w{c.down_warps} k{c.down_split} s{c.down_stages}" + " held" * c.down_held
-                + f" p{c.down_passes}" * (c.down_passes > 1))
+                + f" p{c.down_passes}" * (c.down_passes != 1))
 
 
 def _recipes(p: MoeProblem) -> tuple[str, str]:
@@ -104,14 +113,23 @@ def _held(p: MoeProblem, width: int, split: int, rows: int, passes: int = 1) -> 
     """Bytes of rows that stay in shared memory, and of their factors (small_rows.cuh)."""
     steps = -(-_row_bytes(p, width) // (split * _STEP))
     steps = -(-steps // passes)
-    return rows * split * (steps * 16 * _per_chunk(p) + 4)
+    return -(-rows * split * (steps * 16 * _per_chunk(p) + 4) // 16) * 16
 
 
 def _stage(p: MoeProblem, config: Config, rows: int, recipe: str, gated: bool, held: bool) -> int:
     """SmallStream::kStageBytes and kScaleBytes of the header."""
     scales = 0 if recipe != _BLOCKS else max(2, rows // 8) if gated else rows // 8
-    words = 3 * rows if p.packed else scales
-    return rows * _STEP + (0 if held else config.tokens * _STEP * _per_chunk(p) // 8) + -(-4 * words // 16) * 16
+    return rows * _STEP + (0 if held else config.tokens * _STEP * _per_chunk(p) // 8) + -(-4 * scales // 16) * 16
+
+
+def _scales_of_32(p: MoeProblem, width: int, warps: int, split: int, stages: int, rows: int, passes: int = 1) -> int:
+    """Bytes behind the rows that are held: scales of the works on their way, SmallStream::rows_of_scales."""
+    if not p.packed:
+        return 0
+    steps = -(-_row_bytes(p, width) // (split * _STEP))
+    steps = -(-steps // passes)
+    pitch = ((8 * steps + 30) // 16 | 1) * 16
+    return warps * (-(-stages // steps) + 1) * rows * pitch
 
 
 def _rings(p: MoeProblem, config: Config) -> tuple[int, int]:
@@ -119,8 +137,9 @@ def _rings(p: MoeProblem, config: Config) -> tuple[int, int]:
     c, (first, second) = config, _recipes(p)
     work = c.up_warps * c.up_rows * c.tokens
     sums = 4 * work * max(1, min(8, _SUM_FLOATS // work))
-    return (c.up_warps * c.up_stages * _stage(p, c, c.up_rows, first, p.gated, c.up_held) + sums,
-            c.down_warps * c.down_stages * _stage(p, c, c.down_rows, second, False, c.down_held))
+    floats = 1024 if p.packed else 0  # SmallStream::kFloatBytes
+    return (c.up_warps * (c.up_stages * _stage(p, c, c.up_rows, first, p.gated, c.up_held) + floats) + sums,
+            c.down_warps * (c.down_stages * _stage(p, c, c.down_rows, second, False, c.down_held) + floats))
 
 
 def shared_memory(problem: MoeProblem, config: Config) -> tuple[int, int]:
@@ -129,8 +148,12 @@ def shared_memory(problem: MoeProblem, config: Config) -> tuple[int, int]:
     routing = -(-4 * (p.experts + 5 * p.slots + 1) // 16) * 16  # SmallRouting::bytes
     up, down = _rings(p, c)
     down += 4 * c.down_split * p.slots * c.down_rows
-    return (up + routing + (_held(p, p.hidden, c.up_warps, p.tokens) if c.up_held else 0),
-            down + routing + (_held(p, p.intermediate, c.down_split, p.slots, c.down_passes) if c.down_held else 0))
+    up += _scales_of_32(p, p.hidden, c.up_warps, c.up_team, c.up_stages, c.up_rows)
+    down += _scales_of_32(p, p.intermediate, c.down_warps, c.down_split, c.down_stages, c.down_rows, c.down_passes or 1)
+    held = (_held(p, p.intermediate, c.down_split, p.slots, c.down_passes) if c.down_passes else
+            c.down_warps * _held(p, p.intermediate, 1, c.tokens))
+    return (up + routing + (_held(p, p.hidden, c.up_team, p.tokens) if c.up_held else 0),
+            down + routing + (held if c.down_held else 0))
 
 
 def supports(problem: MoeProblem, target: Target) -> Verdict:
@@ -162,9 +185,10 @@ def legal(problem: MoeProblem, target: Target, config: Config) -> Verdict:
     return first_no(
         (c.tokens in _TOKENS and c.up_rows in _ROWS and c.down_rows in _DOWN_ROWS,
          f"config {c}: tokens of {_TOKENS}, rows of {_ROWS} and {_DOWN_ROWS}"),
-        (c.up_warps in _WARPS and c.down_warps in _WARPS and c.down_warps % c.down_split == 0,
+        (c.up_warps in _WARPS and c.down_warps in _WARPS and c.down_warps % c.down_split == 0 and c.up_warps % c.up_team == 0,
          f"config {c}: warps of {_WARPS}, and whole teams of them"),
-        (c.down_passes == 1 or (c.down_held and c.down_passes > 1), f"config {c}: passes over rows that are held"),
+        (c.down_passes == 1 or (c.down_held and c.down_passes > 1) or (c.down_held and c.down_passes == 0 and c.down_split == 1),
+         f"config {c}: passes over rows that are held, or whole rows of a unit in each warp"),
         (min(c.up_stages, c.down_stages) >= 2 and c.up_blocks >= 1, f"config {c}: rings of two stages or more, at least one block"),
         (not problem.packed or (c.up_held and c.down_held), f"config {c}: mxfp4 experts beside rows that are held"),
         (up <= limit and down <= limit, f"config {c} needs {up} and {down} bytes of shared memory, {target} has {limit}"),
@@ -178,7 +202,8 @@ def _active(p: MoeProblem) -> float:
 
 def _tokens(p: MoeProblem) -> int:
     """Columns of a product: an expert's usual number of tokens and some more; others take a second one."""
-    wanted = 1 if p.tokens == 1 else min(p.tokens, 1.3 * p.slots / _active(p) + 0.5)
+    usual = p.slots / _active(p)
+    wanted = 1 if p.tokens == 1 else usual - 0.3 if p.packed else min(p.tokens, 1.3 * usual + 0.5)
     return next((n for n in _TOKENS if n >= wanted), _TOKENS[-1])
 
 
@@ -192,19 +217,24 @@ def _whole(parts: float, places: int) -> float:
 _WORTH = {8: 0.7, 16: 0.93, 24: 0.97, 32: 1.0}
 
 
-def _ups(p: MoeProblem, sms: int) -> list[tuple[int, int, int, int]]:
-    """(rows, warps, stages, blocks) of up, best first."""
-    if p.packed:  # bound by instructions: 12 warps, whose shares of K are as even as can be
-        steps = -(-_row_bytes(p, p.hidden) // _STEP)
-        shapes = [(4, 3), (6, 2), (8, 1), (12, 1)]
-        return [(32, warps, 3, blocks) for warps, blocks in sorted(shapes, key=lambda s: -_whole(steps, s[0]))]
+def _ups(p: MoeProblem, sms: int) -> list[tuple[int, int, int, int, int]]:
+    """(rows, warps, stages, blocks, split) of up, best first."""
+    if p.packed:
+        steps, most = -(-_row_bytes(p, p.hidden) // _STEP), 8 if p.tokens == 1 else 12
+
+        def order(team: tuple[int, int, int]) -> tuple[bool, bool, float]:
+            rows, warps, split = team
+            works = _active(p) * -(-p.intermediate // (rows // 2 if p.gated else rows))
+            return rows != 32, warps != most, -_whole(steps, split) * _whole(works, sms * warps // split)
+
+        return [(rows, warps, 3, 1, split) for rows, warps, split in sorted(_TEAMS, key=order)]
 
     def score(shape: tuple[int, int]) -> float:
         rows, blocks = shape
         works = _active(p) * -(-p.intermediate // (rows // 2 if p.gated else rows))
         return _whole(works, sms * blocks) * _WORTH[rows]
 
-    return [(rows, 8, max(3, min(16, 1 + round(_IN_FLIGHT / (blocks * 8 * rows * _STEP)))), blocks)
+    return [(rows, 8, max(3, min(16, 1 + round(_IN_FLIGHT / (blocks * 8 * rows * _STEP)))), blocks, 0)
             for rows, blocks in sorted(product((32, 16, 8), (1, 2)), key=score, reverse=True)]
 
 
@@ -213,6 +243,8 @@ def _downs(p: MoeProblem, sms: int) -> list[tuple[int, int, int]]:
     steps, active = -(-_row_bytes(p, p.intermediate) // _STEP), _active(p)
     long, splits = steps > _LONG, (1, 2, 4, 8) if p.tokens == 1 else (1, 2)
     rows_of = (24, 16, 8) if p.packed else (32, 24, 16, 8)  # 32 rows of mxfp4 spill on sm_80
+    if _holding(p)[0][2] == 0:  # each warp has units of its own
+        return [(rows, warps, 1) for rows in rows_of for warps in (12, 8, 4)]
 
     def score(shape: tuple[int, int, int]) -> float:
         rows, warps, split = shape
@@ -231,7 +263,8 @@ def _holding(p: MoeProblem) -> list[tuple[bool, bool, int]]:
     if p.tokens > _HELD_TOKENS:
         return [(False, False, 1)]
     if p.packed:
-        return [(True, True, n) for n in range(-(-_held(p, p.intermediate, 1, p.slots) // _MOST_HELD), 9)]
+        passes = -(-_held(p, p.intermediate, 1, p.slots) // _MOST_HELD)
+        return [(True, True, n) for n in ((0,) if passes > 1 else ()) + tuple(range(passes, 9))]
     short = _row_bytes(p, p.intermediate) <= _LONG * _STEP
     return [(True, True, 1), (True, False, 1), (False, False, 1)] if short else [(p.tokens > 1, False, 1), (False, False, 1)]
 
@@ -261,9 +294,10 @@ def candidates(problem: MoeProblem, target: Target) -> Iterator[Config]:
     p, sms = problem, target.sm_count or _SMS
     most, shapes, holding = _tokens(p), list(product(_ups(p, sms), _downs(p, sms))), _holding(p)
     for tokens in (n for n in reversed(_TOKENS) if n <= most):
-        for (rows, warps, stages, blocks), (down_rows, down_warps, split) in shapes:
+        for (rows, warps, stages, blocks, up_split), (down_rows, down_warps, split) in shapes:
             for up, down, passes in holding:
-                c = _fitted(p, target, Config(tokens, rows, warps, stages, blocks, down_rows, down_warps, split, 4, up, down, passes), sms)
+                wanted = Config(tokens, rows, warps, stages, blocks, down_rows, down_warps, split, 4, up, down, passes, up_split)
+                c = _fitted(p, target, wanted, sms)
                 if c is not None:
                     yield c
                     break
@@ -285,9 +319,10 @@ def spec(problem: MoeProblem, target: Target, config: Config) -> KernelSpec:
         bias2_type=DTYPES[p.bias2_dtype or p.x_dtype].cuda, map=MAPS[p.expert_map], gate=gate, activation=activation,
         clamped=p.limit and p.gated, on_input=p.weights_on_input, blocks13=recipes[0] == _BLOCKS, blocks2=recipes[1] == _BLOCKS,
         scale13=recipes[0] not in ("", _BLOCKS), scale2=recipes[1] not in ("", _BLOCKS), bias13=p.bias13, bias2=p.bias2,
-        tokens=c.tokens, up_rows=c.up_rows, up_warps=c.up_warps, up_stages=c.up_stages, down_rows=c.down_rows, down_warps=c.down_warps,
-        down_split=c.down_split, down_stages=c.down_stages, up_held=c.up_held, down_held=c.down_held,
-        up_bytes=rings[0], down_bytes=rings[1])
+        tokens=c.tokens, up_rows=c.up_rows, up_warps=c.up_warps, up_split=c.up_team, up_stages=c.up_stages, down_rows=c.down_rows,
+        down_warps=c.down_warps, down_split=c.down_split, down_stages=c.down_stages, up_held=c.up_held, down_held=c.down_held,
+        down_of_unit=c.down_passes == 0, up_bytes=rings[0], down_bytes=rings[1],
+        up_resident=c.up_blocks if p.packed else 1)  # with more registers than leave room for all blocks of an SM
     return KernelSpec.make(
         "_".join(["moe_small_cuda", *names, *str(c).split()]), "moe/small_cuda.cu.jinja", "nvrtc", parameters, params=PARAMS,
         params_type="kernelgen::MoeSmallParams", entries=(UP, DOWN), target=target)
@@ -334,7 +369,8 @@ def bind(problem: MoeProblem, config: Config, kernel: Any, tensors: MoeTensors) 
     works = min(p.slots, p.experts * -(-p.slots // c.tokens)) * -(-p.intermediate // (c.up_rows // 2 if p.gated else c.up_rows))
     # Both with as much shared memory as there is: only then blocks of down fill their rings while those of up run.
     options: dict[str, Any] = dict(programmatic=dependent(device), carveout=100)
-    up = kernel.prepare(device.index or 0, grid=(min(works, sms * c.up_blocks), 1, 1), block=(32 * c.up_warps, 1, 1),
+    blocks = min(-(-works // (c.up_warps // c.up_team)), sms * c.up_blocks)
+    up = kernel.prepare(device.index or 0, grid=(blocks, 1, 1), block=(32 * c.up_warps, 1, 1),
                         shared_memory=up_bytes, **options)
     down = kernel.entry(DOWN, PARAMS).prepare(device.index or 0, grid=(-(-p.hidden // c.down_rows), 1, 1), block=(32 * c.down_warps, 1, 1),
                                               shared_memory=down_bytes, **options)
@@ -366,8 +402,10 @@ def coverage() -> Iterable[tuple[MoeProblem, Config | None]]:
     yield replace(blocks, tokens=8, experts=256, hidden=7168, intermediate=256), None
     yield replace(blocks, tokens=8), Config(4, 8, 8, 8, 1, 8, 8, 4, 6, up_held=True)
     mxfp4 = PackedForm("mxfp4", 32, "e8m0", False)
-    yield (replace(base, hidden=2880, intermediate=2880, k=4, weight_dtype="mxfp4", packed=(mxfp4, mxfp4), activation="swiglu_oai",
-                   limit=True, bias13=True, bias2=True, bias13_dtype="bf16", bias2_dtype="bf16", gate_up="interleaved"), None)
+    gpt_oss = replace(base, hidden=2880, intermediate=2880, k=4, weight_dtype="mxfp4", packed=(mxfp4, mxfp4), activation="swiglu_oai",
+                      limit=True, bias13=True, bias2=True, bias13_dtype="bf16", bias2_dtype="bf16", gate_up="interleaved")
+    yield gpt_oss, None
+    yield replace(gpt_oss, tokens=8), None
     yield replace(blocks, weight_dtype="e5m2", scales="channel/tensor", x_dtype="fp16", out_dtype="fp16"), None
 
 

@@ -38,7 +38,7 @@ def first(problem: MoeProblem, target: Target = H200) -> Config:
 
 
 def tuned_specs() -> list[KernelSpec]:
-    return [small_cuda.spec(p, H200, first(p)) for p in (QWEN, replace(QWEN, tokens=8), DEEPSEEK, GPT_OSS)]
+    return [small_cuda.spec(p, H200, first(p)) for p in (QWEN, replace(QWEN, tokens=8), DEEPSEEK, GPT_OSS, replace(GPT_OSS, tokens=8))]
 
 
 @pytest.mark.parametrize("target", (H200, A100), ids=str)
@@ -61,7 +61,8 @@ def test_choices_are_legal_and_fill_the_chip() -> None:
                 c = first(p, target)
                 assert small_cuda.legal(p, target, c), (p, c)
             c = first(p)
-            assert c.up_blocks * c.up_warps * (c.up_stages - 1) * c.up_rows * 128 >= 34 << 10 or tokens == 64, (p, c)
+            least = 32 if shape.packed else 34  # KB; beside mxfp4 a block of each launch has to fit
+            assert c.up_blocks * c.up_warps * (c.up_stages - 1) * c.up_rows * 128 >= least << 10 or tokens == 64, (p, c)
 
 
 def test_one_spec_for_everything_that_varies_from_call_to_call() -> None:

@@ -66,13 +66,17 @@ CASES: dict[str, tuple[Callable[[], dict[str, Any]], Config]] = {
     "llama4, map, clamped": (lambda: layer(6, 4, 1, 64, 48) | {
         "weights_on_input": True, "expert_map": torch.tensor([3, -1, 2, 0]), "limit": 0.5}, Config(4, 16, 4, 3, 1, 8, 4, 2, 3)),
     "fp8 blocks, range": (lambda: skipping(quantize_experts(layer(6, 4, 2, 208, 144), "block_128x128", "block_128x128")) | {
-        "expert_map": (1, 5)}, Config(2, 16, 4, 3, 1, 16, 4, 1, 3, True, True, down_passes=2)),
+        "expert_map": (1, 5)}, Config(2, 16, 4, 3, 1, 16, 4, 1, 3, True, True, down_passes=2, up_split=2)),
     "fp8 blocks, four outputs": (lambda: quantize_experts(layer(2, 3, 2, 144, 208, FP16), "block_128x128", "block_128x128"),
                                  Config(2, 8, 4, 3, 1, 8, 4, 4, 3, down_held=True)),
     "mxfp4 of gpt-oss": (lambda: skipping(pack_experts(layer(7, 3, 2, 352, 160, activation="swiglu_oai", biases=BF16), "mxfp4")) | {
-        "gate_up": "interleaved"}, Config(2, 16, 6, 3, 1, 24, 4, 1, 3, True, True)),
+        "gate_up": "interleaved"}, Config(2, 16, 6, 3, 1, 24, 4, 1, 3, True, True, up_split=2)),
     "mxfp4, large scales, a NaN": (lambda: with_nan_scale(pack_experts(enlarged(layer(2, 3, 2, 288, 544)), "mxfp4")),
                                    Config(2, 32, 4, 2, 1, 8, 4, 1, 3, True, True, down_passes=2)),
+    "mxfp4, rows of a unit": (lambda: skipping(pack_experts(layer(6, 3, 2, 96, 352), "mxfp4")), Config(
+        2, 16, 4, 2, 1, 24, 4, 1, 3, True, True, down_passes=0, up_split=1)),
+    "mxfp4, rows of a slot": (lambda: skipping(pack_experts(layer(4, 3, 2, 352, 96), "mxfp4")), Config(
+        1, 32, 6, 2, 1, 24, 4, 1, 2, True, True, down_passes=0, up_split=3)),
     "fp8 channels, e5m2": (lambda: quantize_experts(layer(5, 3, 2, 128, 64), "channel", "expert", torch.float8_e5m2),
                            Config(8, 16, 4, 3, 1, 32, 4, 2, 3)),
 }

@@ -24,4 +24,11 @@ __device__ inline uint32_t masked_or(uint32_t x, uint32_t mask, uint32_t bits) {
   return y;
 }
 
+// Bits of x where the mask has ones and those of y elsewhere, in one instruction likewise.
+__device__ inline uint32_t merged_bits(uint32_t x, uint32_t y, uint32_t mask) {
+  uint32_t z;
+  asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(z) : "r"(x), "r"(y), "r"(mask));
+  return z;
+}
+
 }  // namespace kernelgen

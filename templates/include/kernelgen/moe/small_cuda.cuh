@@ -1,8 +1,8 @@
 // A mixture-of-experts layer for few tokens in two launches: every weight of an expert that is used is read once, at memory speed.
 //
-//   up    works (unit, tile of outputs) are dealt to a grid that fills the chip; the warps of a block share K, their sums meet in shared
-//         memory, those of several works at a time: all threads add them up in the order of the warps, apply bias and activation and write
-//         the hidden rows of the slots
+//   up    works (unit, tile of outputs) are dealt to teams of warps that fill the chip; a team shares K, its sums meet in shared memory, those
+//         of several works at a time: all threads add them up in the order of the warps, apply bias and activation and write the hidden rows
+//         of the slots
 //   down  a block owns a tile of outputs and walks over all units, whose results of each slot it keeps in shared memory: they are weighted
 //         and added in the order of the slots, and written once. No workspace, no atomics
 //
@@ -28,12 +28,13 @@ struct MoeSmallUp : SmallStream<Options, true> {
   using Stream::kColumns;
   using Stream::kGated;
   using Stream::kRows;
+  using Stream::kSplit;
+  using Stream::kTeams;
   using Stream::kTiles;
-  using Stream::kWarps;
-  // Sums wait for each other: those of kSlots works, [work][warp][row][token].
-  static constexpr int kWarpFloats = kRows * Options::kTokens, kWorkFloats = kWarps * kWarpFloats;
-  static constexpr int kSlots = max_of(1, min_of(8, kSumFloats / kWorkFloats));
-  static constexpr int kSumsAt = Stream::kRingBytes, kRoutingAt = kSumsAt + 4 * kSlots * kWorkFloats;
+  // Sums wait for each other: those of kSlots works of each team, [work][team][warp][row][token].
+  static constexpr int kWarpFloats = kRows * Options::kTokens, kWorkFloats = kSplit * kWarpFloats;
+  static constexpr int kSlots = max_of(1, min_of(8, kSumFloats / (kTeams * kWorkFloats)));
+  static constexpr int kSumsAt = Stream::kRingBytes, kRoutingAt = kSumsAt + 4 * kSlots * kTeams * kWorkFloats;
 
   using Stream::Stream;
 
@@ -75,16 +76,18 @@ struct MoeSmallUp : SmallStream<Options, true> {
   __device__ static float total_of(const float* sums, int row, int token) {
     float total = 0.0f;
 #pragma unroll
-    for (int warp = 0; warp < kWarps; ++warp) total += sums[warp * kWarpFloats + row * Options::kTokens + token];
+    for (int warp = 0; warp < kSplit; ++warp) total += sums[warp * kWarpFloats + row * Options::kTokens + token];
     return total;
   }
 
-  // By all threads: works first, first + stride, ... whose sums lie in slots 0 .. count - 1.
-  __device__ void finish(const float* sums, int first, int stride, int count) const {
+  // By all threads: a work of each team from `first` on, from first + stride on, ..., `count` of each.
+  __device__ void finish(const float* sums, int first, int stride, int count, int total) const {
     const MoeSmallParams& p = this->p;
     constexpr int kEach = Stream::kOutputs * Options::kTokens;
-    for (int i = threadIdx.x; i < count * kEach; i += Stream::kThreads) {
-      const int slot = i / kEach, j = i % kEach / Options::kTokens, token = i % Options::kTokens, at = first + slot * stride;
+    for (int i = threadIdx.x; i < count * kTeams * kEach; i += Stream::kThreads) {
+      const int slot = i / kEach, j = i % kEach / Options::kTokens, token = i % Options::kTokens;
+      const int at = first + slot / kTeams * stride + slot % kTeams;
+      if (at >= total) break;
       const auto unit = this->unit_of(at);
       const int tile = this->tile_of(at) * Stream::kOutputs, output = tile + j;
       if (token >= unit.count || output >= p.inner) continue;
@@ -100,8 +103,8 @@ struct MoeSmallUp : SmallStream<Options, true> {
 
   __device__ void work(float* shared_sums, int warp) {
     const MoeSmallParams& p = this->p;
-    const int total = this->tiles * this->units, stride = gridDim.x;
-    auto next = this->begin(blockIdx.x, stride, total);
+    const int total = this->tiles * this->units, stride = gridDim.x * kTeams, team = warp / kSplit;
+    auto next = this->begin(blockIdx.x * kTeams + team, stride, total);
 #pragma unroll 1
     for (int i = 0; i < Stream::kStages - 1; ++i) {
       this->copy_weights(next, i);
@@ -111,17 +114,24 @@ struct MoeSmallUp : SmallStream<Options, true> {
     }
     if constexpr (Stream::kHeld) {
       const T* x = static_cast<const T*>(p.x);
-      this->held.bring([&](int row) { return x + row * p.x_row; }, this->part, 0, 0, 1);
-      __syncwarp();  // this warp's part of x is there
+      this->held.bring([&](int row) { return x + row * p.x_row; }, this->part, 0, team, kTeams, p.tokens);
+      // This warp's part of x is there; of several teams each brought some rows.
+      if constexpr (kTeams == 1) {
+        __syncwarp();
+      } else {
+        __syncthreads();
+      }
     }
-    int first = blockIdx.x, filled = 0;
+    int first = blockIdx.x * kTeams, filled = 0;
     for (int at = first; at < total; at += stride) {
-      Sums sums;
-      this->run(sums, next, at, 0);
-      leave(sums, shared_sums + filled * kWorkFloats + warp * kWarpFloats);
+      if (at + team < total) {
+        Sums sums;
+        this->run(sums, next, at + team, 0);
+        leave(sums, shared_sums + filled * kTeams * kWorkFloats + warp * kWarpFloats);
+      }
       if (++filled == kSlots || at + stride >= total) {
         __syncthreads();  // sums of all warps are there
-        finish(shared_sums, first, stride, filled);
+        finish(shared_sums, first, stride, filled, total);
         __syncthreads();  // and have been read
         first = at + stride, filled = 0;
       }
@@ -160,8 +170,8 @@ struct MoeSmallDown : SmallStream<Options, false> {
   using Stream::kColumns;
   using Stream::kRows;
   using Stream::kSplit;
+  using Stream::kTeams;
   using Stream::kTiles;
-  using Stream::kWarps;
   static constexpr int kResultsAt = Stream::kRingBytes;
 
   using Stream::Stream;
@@ -205,7 +215,7 @@ struct MoeSmallDown : SmallStream<Options, false> {
   }
 
   __device__ void work(float* results, int warp) {
-    constexpr int kTeams = kWarps / kSplit, kAhead = Stream::kStages - 1;
+    constexpr int kAhead = Stream::kStages - 1;
     const int team = warp / kSplit;
     auto next = this->begin(team, kTeams, this->units), behind = next;
 #pragma unroll 1
@@ -225,14 +235,20 @@ struct MoeSmallDown : SmallStream<Options, false> {
     }
 #pragma unroll 1
     for (int pass = 0; pass < this->passes; ++pass) {
-      if constexpr (Stream::kHeld) {
-        const T* hidden = static_cast<const T*>(this->p.hidden);
-        const int64_t inner = this->p.inner;
+      const T* hidden = static_cast<const T*>(this->p.hidden);
+      const int64_t inner = this->p.inner;
+      if constexpr (Stream::kHeld && !Stream::kOfUnit) {
         if (pass > 0) __syncthreads();  // hidden rows of the pass before have been read
-        this->held.bring([&](int slot) { return hidden + slot * inner; }, this->part, pass * this->pass_steps, team, kTeams);
+        this->held.bring([&](int slot) { return hidden + slot * inner; }, this->part, pass * this->pass_steps, team, kTeams, this->held.rows);
         __syncthreads();  // those of this one are there
       }
       for (int at = team; at < this->units; at += kTeams) {
+        if constexpr (Stream::kOfUnit) {
+          const auto unit = this->unit_of(at);
+          __syncwarp();  // rows of the unit before have been read
+          this->held.bring([&](int row) { return hidden + this->slot_of(unit, row) * inner; }, 0, 0, 0, 1, unit.count);
+          __syncwarp();  // those of this one are there
+        }
         Sums sums;
         this->run(sums, next, at, pass);
         leave(sums, this->unit_of(at), results, pass > 0);

@@ -27,26 +27,28 @@ struct SmallRows {
 
   uint32_t pieces;  // of the first part of K; behind them all are the factors of sums, [row][part]
   int rows, steps;
+  int first_step;   // of a row, this warp's
   int depth;        // elements of a row
 
   __device__ uint32_t address(int part, int piece, int row, int place) const {
     return pieces + (((part * steps * kPerStep + piece) * rows + row) * 4 + place) * 16;
   }
   __device__ int piece_bytes() const { return rows * 64; }
+  __device__ int bytes() const { return round_up(kSplit * rows * (steps * kPerStep * 64 + 4), 16); }
   __device__ uint32_t factor_at(int row, int part) const { return address(kSplit, 0, 0, 0) + (row * kSplit + part) * 4; }
 
-  // One warp's part of rows first, first + stride, ..., from step `from_step` on. `source(row)` is the row's first element.
+  // One warp's part of rows first, first + stride, ... below `end`, from step `from_step` on. `source(row)` is the row's first element.
   template <class Source>
-  __device__ void bring(const Source& source, int part, int from_step, int first, int stride) const {
-    constexpr int kAtOnce = 4;
-    const int quads = steps * kPerStep * 4, total = ceil_div(max(rows - first, 0), stride) * quads;
+  __device__ void bring(const Source& source, int part, int from_step, int first, int stride, int end) const {
+    constexpr int kAtOnce = kFourBit ? 16 : 4;  // on their way: nothing else is done meanwhile, pass by pass
+    const int quads = steps * kPerStep * 4, total = ceil_div(max(end - first, 0), stride) * quads;
 #pragma unroll 1
     for (int from = lane_id(); from < total; from += kAtOnce * kWarpSize) {
       uint4 words[kAtOnce];
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
         const int at = from + n * kWarpSize, mine = at / quads;
-        const int k = element(part, from_step, at - mine * quads);
+        const int k = element(from_step, at - mine * quads);
         words[n] = make_uint4(0, 0, 0, 0);
         if (at < total && k < depth) words[n] = load_routing(reinterpret_cast<const uint4*>(source(first + mine * stride) + k));
       }
@@ -60,19 +62,37 @@ struct SmallRows {
     if constexpr (kConverted) {
       __syncwarp();  // rows are there
 #pragma unroll 1
-      for (int row = first; row < rows; row += stride) convert(part, row);
+      for (int row = first; row < end; row += stride) convert(part, row);
     }
   }
 
  private:
   // Of a quad's lane `quad` % 4 in piece `quad` / 4.
-  __device__ static int element(int part, int from_step, int quad) {
+  __device__ int element(int from_step, int quad) const {
     const int piece = quad / 4, place = quad % 4, chunk = piece % kChunksOfX, half = piece / kChunksOfX % kHalves;
-    const int first = ((from_step + piece / kPerStep) * kSplit + part) * kStepDepth + half * 4 * kPerChunk;
+    const int first = (first_step + (from_step + piece / kPerStep) * (kFourBit ? 1 : kSplit)) * kStepDepth + half * 4 * kPerChunk;
     return first + (kFourBit ? chunk * 32 + place * 8 : place * kPerChunk + chunk * 8);
   }
 
   __device__ static uint32_t finite_size(uint32_t bits) { return (bits & kExponentBits<T>) == kExponentBits<T> ? 0 : bits; }
+
+  struct Chunk {
+    uint32_t words[4];
+  };
+  __device__ static Chunk converted(const uint32_t (&words)[4], float factor) {
+    Chunk y;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair = unpack_pair<T>(words[i]);
+      y.words[i] = pack_pair<Operand>(pair.x * factor, pair.y * factor);
+    }
+    if constexpr (kFourBit) {
+      const uint32_t low[2] = {y.words[0], y.words[1]}, high[2] = {y.words[2], y.words[3]};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) y.words[i] = __byte_perm(low[i / 2], high[i / 2], i % 2 == 0 ? 0x5410 : 0x7632);
+    }
+    return y;
+  }
 
   __device__ void convert(int part, int row) const {
     static_assert(!kConverted || (is_same_v<T, bf16> && is_same_v<Operand, fp16>), "bf16 becomes fp16");
@@ -87,21 +107,20 @@ struct SmallRows {
     // Bits of bf16 are ordered as their values are. 2^power puts the largest one's exponent to 14.
     const int exponent = static_cast<int>(__reduce_max_sync(kFullWarp, largest)) >> 7, power = min(141 - exponent, 126);
     const float factor = __int_as_float((127 + power) << 23);
-    for (int quad = lane; quad < quads; quad += kWarpSize) {
-      const uint32_t at = address(part, quad / 4, row, quad % 4);
-      uint32_t words[4];
-      load_chunk(words, at);
+    constexpr int kBatch = 4;
+#pragma unroll 1
+    for (int first = lane; first < quads; first += kBatch * kWarpSize) {
+      uint32_t words[kBatch][4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 pair = unpack_pair<T>(words[i]);
-        words[i] = pack_pair<Operand>(pair.x * factor, pair.y * factor);
+      for (int n = 0; n < kBatch; ++n) {
+        const int quad = min(first + n * kWarpSize, quads - 1);
+        load_chunk(words[n], address(part, quad / 4, row, quad % 4));
       }
-      if constexpr (kFourBit) {
-        const uint32_t low[2] = {words[0], words[1]}, high[2] = {words[2], words[3]};
 #pragma unroll
-        for (int i = 0; i < 4; ++i) words[i] = __byte_perm(low[i / 2], high[i / 2], i % 2 == 0 ? 0x5410 : 0x7632);
+      for (int n = 0; n < kBatch; ++n) {
+        const int quad = first + n * kWarpSize;
+        if (quad < quads) store_chunk(address(part, quad / 4, row, quad % 4), converted(words[n], factor).words);
       }
-      store_chunk(at, words);
     }
     if (lane == 0) store_word(factor_at(row, part), static_cast<uint32_t>(127 - power + (kFourBit ? kFourBitPower : 0)) << 23);
   }

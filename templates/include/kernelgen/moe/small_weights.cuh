@@ -49,10 +49,12 @@ struct SmallWeights {
 
   // Eight codes of a word as fp16, 2^-14 of each (kFourBitPower): pair j has codes j and j + 4.
   __device__ static void widen_four_bit(uint32_t (&pairs)[4], uint32_t word) {
-    // The upper bytes of fp16: a sign, two zeros, and where the exponent ends the code's three bits.
-    const uint32_t odd = (word & 0x80808080u) | (word >> 3 & 0x0e0e0e0eu), even = (word << 4 & 0x80808080u) | (word << 1 & 0x0e0e0e0eu);
-    pairs[0] = __byte_perm(even, 0, 0x2404), pairs[1] = __byte_perm(odd, 0, 0x2404);
-    pairs[2] = even & 0xff00ff00u, pairs[3] = odd & 0xff00ff00u;
+    // In the upper byte of an fp16 a sign, and where the exponent ends the code's three bits; one mask clears what else is there. Bits are
+    // picked by one lop3, and shifts to the left are multiplications: what does them is idle, and lop3 and its like are what is short.
+    constexpr uint32_t kSign = 0x80808080u, kCode = 0x8e008e00u;
+    const uint32_t odd = merged_bits(word, word >> 3, kSign), even = merged_bits(word << 4, word << 1, kSign);
+    pairs[0] = even << 8 & kCode, pairs[1] = odd << 8 & kCode;
+    pairs[2] = even & kCode, pairs[3] = odd & kCode;
   }
 
   // The A fragment of product `i`, from the chunks of the two rows.
