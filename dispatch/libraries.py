@@ -67,6 +67,7 @@ def forget() -> None:
     _version.cache_clear()
 
 
+@cache
 def release(version: str) -> tuple[int, ...]:
     """(4, 0, 0) of "4.0.0b36": the numbers that order releases. A pre-release counts as its release: adapters name those they need."""
     match = re.match(r"\d+(\.\d+)*", version)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from kernelgen.targets import Target
@@ -160,7 +161,7 @@ RULES: tuple[Rule, ...] = (
          kernel="attention/split_cpu"),
     Rule("attention", "torch", 70, "cuDNN in torch 2.11 takes 0.39 - 0.74 x the time of prefill_mma, measured in bf16, D 64, 128, 256, "
          "1k - 16k, and so expected in fp16 (H200, 2026-11-29, `kernelgen bench attention`); with a mask it lets a NaN of a "
-         "masked key through", target_kind="cuda", capability=(90,), when=_cudnn_attention),
+         "masked key through", target_kind="cuda", capability=(90,), kernel="cudnn", when=_cudnn_attention),
     Rule("gemm", "torch", 70, "cuBLAS takes 0.92 - 1.01 x the time of our products at M = 256, 0.87 - 0.99 x of narrow ones from there "
          "on; up to 192 rows ours are 0.9 - 1.5 x as fast, above even (H200, 2026-11-30, tools/bench/results/tried/h200_tune_dense.json)",
          target_kind="cuda", capability=(90,), when=lambda p: _plain_gemm(p) and p.m > 192 and (p.m < 384 or p.n < 1024),
@@ -215,7 +216,13 @@ RULES: tuple[Rule, ...] = (
 
 def rule_of(backend: str, kernel: str, problem: Any, target: Target) -> Rule | None:
     """The first row that names a candidate."""
-    return next((rule for rule in RULES if rule.matches(backend, kernel, problem, target)), None)
+    return next((rule for rule in _rows_of(backend, id(RULES)) if rule.matches(backend, kernel, problem, target)), None)
+
+
+@cache
+def _rows_of(backend: str, rows: int) -> tuple[Rule, ...]:
+    """The rows of a backend, of the RULES that ``rows`` is the id of."""
+    return tuple(rule for rule in RULES if rule.backend == backend)
 
 
 # Of a library that no row names: behind everything that was measured or written for the problem, before the oracle.

@@ -69,11 +69,30 @@ def candidates_of(problem: Any, target: Target, live: bool = True) -> list[Candi
     return [c.settled() for name in backends() for c in rows.of(name)]
 
 
+_LETS_THROUGH = ("lets a NaN or inf of a hidden key or value through to rows of its tile (KERNELGEN_ASSUME_FINITE=1 says that there are "
+                 "none)")
+
+
+def hides_values(problem: Any) -> bool:
+    """Does an attention problem hide keys that are in use from some of its rows?"""
+    p = problem
+    if p.op == "attention":
+        several = p.seq_q > (1 if p.layout == "dense" else p.batch)
+    elif p.op == "paged_attention":
+        several = p.max_seq_q != 1
+    else:
+        return False
+    return bool((p.causal and several) or p.windowed or p.mask or getattr(p, "block_mask", False))
+
+
 class Rows:
     """The candidates of a problem, backend by backend, each asked when it may matter: a choice costs what it looks at."""
 
-    def __init__(self, problem: Any, target: Target, live: bool, extra: tuple[Candidate, ...] = ()) -> None:
+    def __init__(self, problem: Any, target: Target, live: bool, extra: tuple[Candidate, ...] = (), *, strict: bool = False) -> None:
+        """``strict``: candidates that do not hide NaN of hidden values are only taken where nothing else is there."""
         self.problem, self.target, self.live, self._extra = problem, target, live, extra
+        self.strict = strict and hides_values(problem)
+        self._hides = hides_values(problem)
         self.times, self.basis = measured.times(problem, target, live)
         self._found: dict[str, list[Candidate]] = {}
 
@@ -88,12 +107,21 @@ class Rows:
         p, target, live = self.problem, self.target, self.live
         for kernel, config, verdict in adapter.candidates(p, target, live):
             promised = adapter.properties(p, kernel)
+            if self._hides and adapter.name in aside.WRAPPED:
+                promised = replace(promised, hides_nonfinite=False)
             rule = rules.rule_of(adapter.name, kernel, p, target) or rules.UNNAMED
             if verdict and not (honoured := promised.honour(p)):
                 verdict = honoured
             if verdict and live and (reason := aside.reason(p, adapter.name, kernel)):
                 verdict = no(reason)
-            yield Candidate(adapter.name, kernel, config, verdict, rule.score, rule.note, promised, rule.general)
+            note = rule.note
+            if self.strict and not promised.hides_nonfinite:
+                note = f"not by auto: {_LETS_THROUGH}; {note}"
+            yield Candidate(adapter.name, kernel, config, verdict, rule.score, note, promised, rule.general)
+
+    def eligible(self, c: Candidate) -> bool:
+        """Can it run the problem, and may it be taken?"""
+        return c.verdict.ok and (not self.strict or c.properties.hides_nonfinite)
 
     def settle(self, c: Candidate) -> Candidate:
         """The candidate with its config and its measured time, in the place of what it was."""
@@ -124,9 +152,13 @@ def _choose(problem: Any, target: Target, backend: str, live: bool) -> Decision:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise NoBackendError(f"got backend={backend!r}, expected 'auto' or one of {', '.join(names)}{hint}")
     planned = Candidate(backend, "", None, no("this release has no adapter for it"), 0.0, "")
-    rows = Rows(problem, target, live, (planned,) if backend in PLANNED else ())
+    strict = backend == "auto" and not settings().assume_finite and not getattr(problem, "requires_grad", False)
+    rows = Rows(problem, target, live, (planned,) if backend in PLANNED else (), strict=strict)
     own = () if backend in PLANNED else (backend,)
     chosen, decided_by = _best(rows, tuple(backends()) if backend == "auto" else own)
+    if rows.strict and (chosen is None or chosen.backend == "reference"):
+        rows.strict = False  # the oracle is no way to run a program
+        chosen, decided_by = _best(rows, tuple(backends()))
     if backend != "auto":
         decided_by = "call" if chosen else ""
     elif chosen and live and chosen.backend != "generated":
@@ -138,7 +170,7 @@ def _best(rows: Rows, names: tuple[str, ...]) -> tuple[Candidate | None, str]:
     """(the candidate to take of the named backends, what decided): a measurement before a rule, a rule before the model."""
     for m in sorted(rows.times.values(), key=lambda m: m.us or 0.0):
         for c in tuple(rows.of(m.backend)) if m.backend in names else ():
-            if c.kernel == m.kernel and (settled := rows.settle(c)).verdict.ok and settled.measured is not None:
+            if c.kernel == m.kernel and rows.eligible(settled := rows.settle(c)) and settled.measured is not None:
                 return settled, "measurement"
     while True:
         first = _first(rows, names)
@@ -158,7 +190,7 @@ def _first(rows: Rows, names: tuple[str, ...]) -> Candidate | None:
         if best is not None and best.score >= bounds[name][0]:
             break
         for c in rows.of(name):
-            if c.verdict.ok and (best is None or c.score > best.score):
+            if rows.eligible(c) and (best is None or c.score > best.score):
                 best = c
     return best
 
@@ -180,7 +212,7 @@ def _by_model(rows: Rows, first: Candidate, names: tuple[str, ...]) -> tuple[Can
     if cost.predict(rows.problem, rows.target, first) is None:
         return first, "rule"
     bounds = _bounds(rows.problem.op, rows.target.kind, rows.target.capability, id(rules.RULES))
-    equals = [c for name in names if bounds[name][1] for c in rows.of(name) if c.verdict.ok and c.general]
+    equals = [c for name in names if bounds[name][1] for c in rows.of(name) if rows.eligible(c) and c.general]
     predicted = [(us, c) for c in equals if (us := cost.predict(rows.problem, rows.target, c)) is not None]
     return min(predicted, key=lambda found: found[0])[1], "model"
 

@@ -15,12 +15,16 @@ from kernelgen.dispatch.backends.base import Backend, Properties
 from kernelgen.dispatch.backends.wrapped import (
     HALVES,
     HIDDEN_VALUES,
+    PASSED,
+    aligned,
     block_tables,
     copy_owned,
     deliver,
     found_version,
     hides_keys_in_use,
     longest,
+    longest_keys,
+    loses_keys,
     needs_version,
     on_cuda,
     on_host,
@@ -67,17 +71,19 @@ def supports(p: Any, target: Target, version: str) -> Verdict:
         on_cuda(target, NAME),
         (p.q_dtype in HALVES and p.q_dtype == p.kv_dtype and p.out_dtype in ("", p.q_dtype),
          f"{NAME} takes one of {', '.join(HALVES)} for q, k, v and out, got {p.q_dtype}/{p.kv_dtype} to {p.out_dtype or p.q_dtype}"),
-        *refused(p, NAME, _TAKEN),
+        refused(p, NAME, _TAKEN),
         *_versions(p, version),
         (p.head_dim == p.head_dim_v <= 256, f"{NAME} takes equal head dims up to 256, got {p.head_dim}/{p.head_dim_v}"),
         (not (paged and page and p.page_size % page), f"{NAME} {version} takes pages in multiples of {page} tokens, got "
          f"{p.page_size if paged else 0}"),
-        (p.alignment >= 16, f"{NAME} wants 16-byte aligned tensors and strides, got {p.alignment}"),
+        aligned(p, NAME),
+        (paged or p.layout == "ragged" or not loses_keys(p), f"{NAME} loses keys of rows before the first key in a window without a right "
+         f"end: takes at most {(p.seq_k or 0) + 1} queries here, got {p.seq_q}"),
         (not (p.alibi and getattr(p, "requires_grad", False)), f"{NAME} has no gradient of alibi_slopes"),
         (not (getattr(p, "kv_lens", False) and p.requires_grad), f"{NAME} has no gradient through kv_lens"),
         (not (getattr(p, "kv_lens", False) and p.layout == "ragged"), f"{NAME} has no kv_lens of ragged keys"),
         (not (getattr(p, "requires_grad", False) and p.return_lse), f"the LSE of {NAME} has no gradient"),
-        *((v.ok, v.reason) for v in (on_host(p, NAME) if paged else yes(), ordinary(p, NAME), sizes(p, NAME))),
+        on_host(p, NAME) if paged else PASSED, ordinary(p, NAME), sizes(p, NAME),
     )
     return yes(HIDDEN_VALUES) if verdict and hides_keys_in_use(p) else verdict
 
@@ -100,6 +106,11 @@ def _arguments(p: Any, t: Any, version: str) -> dict[str, Any]:
     return given
 
 
+def _longest(queries: int, keys: int) -> tuple[int, int]:
+    """At least two queries: for one it takes it that every request has one."""
+    return max(queries, 2), longest_keys(queries, keys)
+
+
 def _attention(p: Any, version: str) -> Callable[[Any], Any]:
     def run(t: Any) -> Any:
         import flash_attn
@@ -115,7 +126,8 @@ def _attention(p: Any, version: str) -> Callable[[Any], Any]:
             if p.layout == "dense":
                 found = flash_attn.flash_attn_func(q, t.k, t.v, **given)
             else:  # without a sync no more is known of the longest request than the tokens of all
-                found = flash_attn.flash_attn_varlen_func(q, t.k, t.v, t.cu_seqlens_q, t.cu_seqlens_k, p.seq_q, p.seq_k, **given)
+                longest_q, longest_k = _longest(p.seq_q, p.seq_k)
+                found = flash_attn.flash_attn_varlen_func(q, t.k, t.v, t.cu_seqlens_q, t.cu_seqlens_k, longest_q, longest_k, **given)
         return _hand_over(p, t, found)
 
     return run
@@ -139,7 +151,7 @@ def _paged(p: Any, version: str) -> Callable[[Any], Any]:
         a, (rows, keys) = t.arrays, longest(t.arrays)
         starts_k = torch.nn.functional.pad(a.kv_lens.cumsum(0, dtype=torch.int32), (1, 0))
         found = flash_attn.flash_attn_varlen_func(
-            q, t.k_cache, t.v_cache, a.q_indptr, starts_k, rows, keys, softmax_scale=scale, return_attn_probs=p.return_lse,
+            q, t.k_cache, t.v_cache, a.q_indptr, starts_k, *_longest(rows, keys), softmax_scale=scale, return_attn_probs=p.return_lse,
             block_table=block_tables(a, p.page_size), **_arguments(p, t, version))
         return _hand_over(p, t, found)
 
@@ -148,17 +160,18 @@ def _paged(p: Any, version: str) -> Callable[[Any], Any]:
 
 class FlashAttention2(Backend):
     name = "flash_attn_2"
+    library = LIBRARY
 
     def candidates(self, problem: Any, target: Target, live: bool) -> Iterator[tuple[str, Any, Verdict]]:
         if problem.op not in ("attention", "paged_attention"):
             yield "", None, no(f"{NAME} has attention only, not {problem.op}")
             return
         here, version = found_version(LIBRARY, live)
-        yield "", version, with_comment(supports(problem, target, version), here.reason) if here else here
+        yield "", None, with_comment(supports(problem, target, version), here.reason) if here else here
 
     def prepare(self, problem: Any, target: Target, kernel: str, config: Any, tensors: Any) -> Callable[[Any], Any]:
         make = _attention if problem.op == "attention" else _paged
-        return make(problem, config or LIBRARY.version() or LIBRARY.checked)
+        return make(problem, LIBRARY.version() or LIBRARY.checked)
 
     def properties(self, problem: Any, kernel: str) -> Properties:
         return Properties(deterministic=True, backward=problem.op == "attention")

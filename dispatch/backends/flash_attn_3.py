@@ -16,19 +16,23 @@ from kernelgen.dispatch.backends.flash_attn_2 import natural
 from kernelgen.dispatch.backends.wrapped import (
     HALVES,
     HIDDEN_VALUES,
+    PASSED,
+    aligned,
     block_tables,
     copy_owned,
     deliver,
     found_version,
     hides_keys_in_use,
     longest,
+    longest_keys,
+    loses_keys,
     on_cuda,
     on_host,
     ordinary,
-    owned_values,
     positive_scale,
     refused,
     sizes,
+    values_in_use,
     window_of,
     with_comment,
 )
@@ -59,7 +63,7 @@ def supports(p: Any, target: Target) -> Verdict:
          or (eight_bits and p.out_dtype in ("", "bf16")),
          f"{NAME} takes one of {', '.join(HALVES)} throughout, or e4m3 with an output of bf16; got {p.q_dtype}/{p.kv_dtype} to "
          f"{p.out_dtype or 'its default'}"),
-        *refused(p, NAME, _TAKEN),
+        refused(p, NAME, _TAKEN),
         (dims_fit(p.head_dim, p.head_dim_v),
          f"{NAME} takes equal head dims up to 256, D up to 64 with Dv up to 512, or D 136 - 192 with Dv 104 - 128; got "
          f"{p.head_dim}/{p.head_dim_v}"),
@@ -68,8 +72,10 @@ def supports(p: Any, target: Target) -> Verdict:
         (not (grad and p.return_lse), f"the LSE of {NAME} has no gradient"),
         (not paged or p.page_size < LARGEST_PAGE, f"{NAME} may read whole pages from {LARGEST_PAGE} tokens on, NaN of unused slots "
          f"included, got pages of {p.page_size if paged else 0}"),
-        (p.alignment >= 16, f"{NAME} wants 16-byte aligned tensors and strides, got {p.alignment}"),
-        *((v.ok, v.reason) for v in (on_host(p, NAME) if paged else yes(), ordinary(p, NAME), sizes(p, NAME))),
+        (not (p.window[0] is not None and window_of(p, None)[1] is None and (paged or (p.layout == "dense" and loses_keys(p)))),
+         f"{NAME} loses keys of rows before the first key in a window without a right end"),
+        aligned(p, NAME),
+        on_host(p, NAME) if paged else PASSED, ordinary(p, NAME), sizes(p, NAME),
     )
     return yes(HIDDEN_VALUES) if verdict and hides_keys_in_use(p) else verdict
 
@@ -100,7 +106,8 @@ def _attention(p: Any) -> Callable[[Any], Any]:
         if p.layout == "dense":
             found = library.flash_attn_func(q, t.k, t.v, **given)
         else:
-            found = library.flash_attn_varlen_func(q, t.k, owned_values(p, t), t.cu_seqlens_q, t.cu_seqlens_k, p.seq_q, p.seq_k, **given)
+            found = library.flash_attn_varlen_func(q, t.k, values_in_use(p, t), t.cu_seqlens_q, t.cu_seqlens_k, p.seq_q,
+                                                   longest_keys(p.seq_q, p.seq_k), **given)
         return _finish(p, t, *(found[:2] if p.return_lse else (found, None)))
 
     return run
@@ -129,6 +136,7 @@ def _paged(p: Any) -> Callable[[Any], Any]:
 
 class FlashAttention3(Backend):
     name = "flash_attn_3"
+    library = LIBRARY
 
     def candidates(self, problem: Any, target: Target, live: bool) -> Iterator[tuple[str, Any, Verdict]]:
         if problem.op not in ("attention", "paged_attention"):

@@ -14,6 +14,7 @@ from kernelgen.dispatch.backends.base import Backend, Properties
 from kernelgen.dispatch.backends.wrapped import (
     HALVES,
     HIDDEN_VALUES,
+    aligned,
     block_tables,
     copy_owned,
     deliver,
@@ -23,10 +24,10 @@ from kernelgen.dispatch.backends.wrapped import (
     on_cuda,
     on_host,
     ordinary,
-    owned_values,
     positive_scale,
     refused,
     sizes,
+    values_in_use,
     window_of,
     with_comment,
 )
@@ -41,7 +42,7 @@ LARGEST = {90: 256, 100: 128, 103: 128, 110: 128}
 PAIRS = {100: ((192, 128), (256, 256)), 103: ((192, 128), (256, 256)), 110: ((192, 128), (256, 256))}
 # Keys of a tile on some target: a page of so many is loaded whole, others row by row with zeros past a request's length.
 TILES = (64, 80, 96, 112, 128, 144)
-_TAKEN = ("ragged", "window", "window_right", "soft_cap", "sinks", "lse", "gradient")
+_TAKEN = ("ragged", "window", "window_right", "soft_cap", "sinks", "kv_lens", "lse", "gradient")
 
 
 def supports(p: Any, target: Target) -> Verdict:
@@ -50,12 +51,14 @@ def supports(p: Any, target: Target) -> Verdict:
         on_cuda(target, NAME, tuple(LARGEST)),
         (p.q_dtype in HALVES and p.q_dtype == p.kv_dtype == p.out_dtype,
          f"{NAME} takes one of {', '.join(HALVES)} for q, k, v and out on {target}, got {p.q_dtype}/{p.kv_dtype} to {p.out_dtype}"),
-        *refused(p, NAME, _TAKEN),
+        refused(p, NAME, _TAKEN),
         *_dims(p, target),
-        (p.alignment >= 16, f"{NAME} wants 16-byte aligned tensors and strides (it copies others), got {p.alignment}"),
-        *((v.ok, v.reason) for v in (ordinary(p, NAME), sizes(p, NAME))),
+        aligned(p, NAME),
+        ordinary(p, NAME), sizes(p, NAME),
         (not p.requires_grad or p.head_dim == p.head_dim_v <= 128,
          f"{NAME}'s backward was only tried for equal head dims up to 128, got {p.head_dim}/{p.head_dim_v}"),
+        _capped_lse(p),
+        (not (p.requires_grad and p.kv_lens), f"{NAME}'s gradient through kv_lens was not tried"),
         (not (p.requires_grad and p.sinks), f"{NAME}'s gradient of sinks was not tried"),
     )
 
@@ -68,19 +71,25 @@ def _dims(p: Any, target: Target) -> Iterator[tuple[bool, str]]:
     yield ok, f"{NAME} takes head dims of 8 to {most}{more} on {target}, got {dims[0]}/{dims[1]}"
 
 
+def _capped_lse(p: Any) -> tuple[bool, str]:
+    """Measured on an H200: 1.6 x what an LSE may be off, as the tanh of its soft-cap is an approximation."""
+    return not (p.soft_cap and p.return_lse), f"{NAME}'s LSE under a soft-cap is not exact enough"
+
+
 def supports_paged(p: Any, target: Target) -> Verdict:
     return first_no(
         on_cuda(target, NAME, tuple(LARGEST)),
         (p.q_dtype in HALVES and p.q_dtype == p.kv_dtype and p.out_dtype in ("", p.q_dtype),
          f"{NAME} takes one of {', '.join(HALVES)} for q, the cache and out on {target}, got {p.q_dtype}/{p.kv_dtype}"),
-        *refused(p, NAME, _TAKEN),
+        refused(p, NAME, _TAKEN),
         *_dims(p, target),
         (p.head_dim % 16 == 0 and p.head_dim_v % 16 == 0,
          f"{NAME}'s paged loads take head dims in multiples of 16, got {p.head_dim}/{p.head_dim_v}"),
-        (p.alignment >= 16, f"{NAME} wants 16-byte aligned tensors and strides, got {p.alignment}"),
+        aligned(p, NAME),
+        _capped_lse(p),
         (p.page_size not in TILES, f"{NAME} reads a page whole where it is a tile of keys, NaN of unused slots included: a page of "
          f"{p.page_size} tokens may be one"),
-        *((v.ok, v.reason) for v in (on_host(p, NAME), ordinary(p, NAME), sizes(p, NAME))),
+        on_host(p, NAME), ordinary(p, NAME), sizes(p, NAME),
     )
 
 
@@ -119,7 +128,7 @@ def _ragged(t: Any) -> dict[str, Any]:
 
 def _attention(p: Any) -> Callable[[Any], Any]:
     if not p.requires_grad:
-        return lambda t: _forward(p, t, k=t.k, v=owned_values(p, t), **({} if p.layout == "dense" else _ragged(t)))
+        return lambda t: _forward(p, t, k=t.k, v=values_in_use(p, t), seqused_k=t.kv_lens, **({} if p.layout == "dense" else _ragged(t)))
 
     def run(t: Any) -> Any:
         from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
@@ -131,7 +140,7 @@ def _attention(p: Any) -> Callable[[Any], Any]:
         if p.layout == "dense":
             out, lse = flash_attn_func(q, t.k, t.v, **common)
         else:
-            out, lse = flash_attn_varlen_func(q, t.k, owned_values(p, t), **_ragged(t), **common)
+            out, lse = flash_attn_varlen_func(q, t.k, values_in_use(p, t), **_ragged(t), **common)
             lse = None if lse is None else lse.t()
         return deliver(p, t, out, lse)
 
@@ -149,6 +158,7 @@ def _paged(p: Any) -> Callable[[Any], Any]:
 
 class FlashAttention4(Backend):
     name = "flash_attn_4"
+    library = LIBRARY
 
     def candidates(self, problem: Any, target: Target, live: bool) -> Iterator[tuple[str, Any, Verdict]]:
         check = {"attention": supports, "paged_attention": supports_paged}.get(problem.op)

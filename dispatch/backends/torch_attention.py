@@ -15,9 +15,12 @@ from kernelgen.dispatch.backends.base import Properties
 from kernelgen.dispatch.backends.wrapped import (
     HALVES,
     HIDDEN_VALUES,
+    aligned,
     copy_owned,
     dense_starts,
     hides_keys_in_use,
+    longest_keys,
+    loses_keys,
     on_cuda,
     ordinary,
     positive_scale,
@@ -71,9 +74,9 @@ def _sdpa_verdict(p: AttentionProblem, target: Target, kernel: str) -> Verdict:
 
 def _kernel_limits(p: AttentionProblem, target: Target, kernel: str) -> Iterator[tuple[bool, str]]:
     label, dims = f"torch's {kernel} attention", (p.head_dim, p.head_dim_v)
-    for v in (ordinary(p, label), sizes(p, label)):
-        yield v.ok, v.reason
-    yield p.alignment >= 16, f"{label} wants 16-byte aligned tensors and strides, got {p.alignment}"
+    yield ordinary(p, label)
+    yield sizes(p, label)
+    yield aligned(p, label)
     if kernel == "efficient":
         yield max(dims) <= 512, f"{label} is asked to take head dims up to 512, got {dims[0]}/{dims[1]}"
         return
@@ -91,10 +94,12 @@ def _forward_verdict(p: AttentionProblem, target: Target) -> Verdict:
         on_cuda(target, label),
         (p.q_dtype in HALVES and p.q_dtype == p.kv_dtype == p.out_dtype,
          f"{label} takes one of {', '.join(HALVES)} for q, k, v and out, got {p.q_dtype}/{p.kv_dtype} to {p.out_dtype}"),
-        *refused(p, label, ("ragged", "window", "window_right", "kv_lens", "lse")),
+        refused(p, label, ("ragged", "window", "window_right", "kv_lens", "lse")),
         (p.head_dim == p.head_dim_v <= 256, f"{label} takes equal head dims up to 256, got {p.head_dim}/{p.head_dim_v}"),
-        (p.alignment >= 16, f"{label} wants 16-byte aligned tensors and strides, got {p.alignment}"),
-        *((v.ok, v.reason) for v in (ordinary(p, label), sizes(p, label))),
+        aligned(p, label),
+        (p.layout == "ragged" or p.kv_lens or not loses_keys(p), f"{label} loses keys of rows before the first key in a window without a "
+         f"right end: takes at most {p.seq_k + 1} queries here, got {p.seq_q}"),
+        ordinary(p, label), sizes(p, label),
     )
     return yes(HIDDEN_VALUES) if verdict and hides_keys_in_use(p) else verdict
 
@@ -226,6 +231,9 @@ def _forward(p: AttentionProblem) -> Callable[[Any], Any]:
     left, right = window_of(p, None)
     dense, flat = p.layout == "dense", p.layout == "dense" and p.kv_lens
     windows = {"window_size_left": left, "window_size_right": right}
+    # Without a sync no more is known of the longest ragged request than the tokens of all. At least two queries: for one it takes it
+    # that every request has one.
+    longest = (max(p.seq_q, 2), longest_keys(p.seq_q, p.seq_k)) if flat or not dense else (p.seq_q, p.seq_k)
 
     def run(t: Any) -> None:
         q, scale = positive_scale(t.q, t.scale)
@@ -234,10 +242,8 @@ def _forward(p: AttentionProblem) -> Callable[[Any], Any]:
             q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in (q, k, v))
             starts_q = dense_starts(p, q.device)
             starts_k = torch.arange(p.batch + 1, device=q.device, dtype=torch.int32) * p.seq_k
-        # Without a sync no more is known of the longest ragged request than the tokens of all.
         out, lse = torch.ops.aten._flash_attention_forward(
-            q, k, v, starts_q, starts_k, p.seq_q, p.seq_k, 0.0, p.causal and left is None, False, scale=scale, seqused_k=t.kv_lens,
-            **windows)[:2]
+            q, k, v, starts_q, starts_k, *longest, 0.0, p.causal and left is None, False, scale=scale, seqused_k=t.kv_lens, **windows)[:2]
         lse = torch.where(lse == float("inf"), float("-inf"), lse)  # what it stores of a row without keys
         if flat:
             out = out.view(t.out.shape)

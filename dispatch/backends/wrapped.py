@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -10,7 +10,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from kernelgen.dispatch.libraries import Library, release
 from kernelgen.targets import Target
-from kernelgen.verdicts import Verdict, first_no, no, yes
+from kernelgen.tensors import HostLengths
+from kernelgen.verdicts import Verdict, yes
 
 HALVES = ("bf16", "fp16")
 INT32 = 2**31
@@ -37,32 +38,53 @@ FEATURES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def refused(p: Any, library: str, taken: Collection[str]) -> Iterator[tuple[bool, str]]:
-    """(passed, reason) of every feature that the library has not: a call never runs without one that it asks for."""
-    for name, (asked, words) in FEATURES.items():
+_asked: tuple[Any, tuple[str, ...]] = (None, ())
+PASSED = (True, "")
+
+
+def asked_features(p: Any) -> tuple[str, ...]:
+    """The names of FEATURES that a problem asks for. Every adapter wants to know, so the last answer is kept."""
+    global _asked
+    if _asked[0] is not p:
+        _asked = p, tuple(name for name, (asked, _) in FEATURES.items() if asked(p))
+    return _asked[1]
+
+
+def refused(p: Any, library: str, taken: Collection[str]) -> tuple[bool, str]:
+    """A check: does the library have every feature that is asked for? A call never runs without one."""
+    for name in asked_features(p):
         if name not in taken:
-            yield not asked(p), f"{library} has not: {words}"
+            return False, f"{library} has not: {FEATURES[name][1]}"
+    return PASSED
 
 
-def sizes(p: Any, library: str, *, tokens: int = INT32, elements: int = 2**63, batch: int = GRID, heads: int = GRID) -> Verdict:
-    """Size limits in Python's integers, which do not overflow. ``tokens``, ``elements`` and the rest are the first values too many."""
-    q, k = p.seq_q or 0, p.seq_k or 0
+def sizes(p: Any, library: str, *, tokens: int = INT32, elements: int = 2**63) -> tuple[bool, str]:
+    """A check of sizes in Python's integers, which do not overflow. ``tokens`` and ``elements`` are the first values too many."""
     rows = p.batch if getattr(p, "layout", "") == "dense" else 1
-    counts = (("query tokens", rows * q, tokens), ("key tokens", rows * k, tokens), ("requests", p.batch, batch + 1),
-              ("query heads", p.num_q_heads, heads + 1),
-              ("elements of q", rows * q * p.num_q_heads * p.head_dim, elements),
-              ("elements of k", rows * k * p.num_kv_heads * p.head_dim, elements),
-              ("elements of out", rows * q * p.num_q_heads * p.head_dim_v, elements))
-    return first_no(*((got < limit, f"{library} takes at most {limit - 1} {what}, got {got}") for what, got, limit in counts))
+    q, k = rows * (p.seq_q or 0), rows * (p.seq_k or 0)
+    largest = max(q * p.num_q_heads * max(p.head_dim, p.head_dim_v), k * p.num_kv_heads * max(p.head_dim, p.head_dim_v))
+    for what, got, limit in (("query tokens", q, tokens), ("key tokens", k, tokens), ("requests", p.batch, GRID + 1),
+                             ("query heads", p.num_q_heads, GRID + 1), ("elements of a tensor", largest, elements)):
+        if got >= limit:
+            return False, f"{library} takes at most {limit - 1} {what}, got {got}"
+    return PASSED
 
 
-def ordinary(p: Any, library: str) -> Verdict:
-    """Libraries differ in what they do without keys, requests or queries: none is asked to. Head dims in multiples of 8."""
-    counts = (("batch", p.batch), ("query length", p.seq_q), ("key length", p.seq_k), ("query heads", p.num_q_heads),
-              ("key heads", p.num_kv_heads))
-    return first_no(
-        *((n is None or n > 0, f"{library} is not asked to run a problem with {what} of 0") for what, n in counts),
-        *((d > 0 and d % 8 == 0, f"{library} takes head dims in multiples of 8, got {d}") for d in (p.head_dim, p.head_dim_v)))
+def ordinary(p: Any, library: str) -> tuple[bool, str]:
+    """A check: libraries differ in what they do without keys, requests or queries, so none is asked to; head dims in multiples of 8."""
+    for what, n in (("batch", p.batch), ("query length", p.seq_q), ("key length", p.seq_k), ("query heads", p.num_q_heads),
+                    ("key heads", p.num_kv_heads)):
+        if n is not None and n <= 0:
+            return False, f"{library} is not asked to run a problem with {what} of 0"
+    for d in (p.head_dim, p.head_dim_v):
+        if d <= 0 or d % 8:
+            return False, f"{library} takes head dims in multiples of 8, got {d}"
+    return PASSED
+
+
+def aligned(p: Any, library: str) -> tuple[bool, str]:
+    """A check of addresses and strides."""
+    return PASSED if p.alignment >= 16 else (False, f"{library} wants 16-byte aligned tensors and strides, got {p.alignment}")
 
 
 def found_version(library: Library, live: bool) -> tuple[Verdict, str]:
@@ -75,15 +97,18 @@ def found_version(library: Library, live: bool) -> tuple[Verdict, str]:
 
 def needs_version(library: str, found: str, needed: str, what: str) -> tuple[bool, str]:
     """A check: ``what`` exists since version ``needed``."""
-    return release(found) >= release(needed), f"{library} {found} has not {what}: needs {needed} or later"
+    if release(found) >= release(needed):
+        return PASSED
+    return False, f"{library} {found} has not {what}: needs {needed} or later"
 
 
 def on_cuda(target: Target, library: str, capabilities: Collection[int] = (), least: int = 80) -> tuple[bool, str]:
     """A check of the target."""
+    if target.capability in capabilities or (not capabilities and target.kind == "cuda" and target.capability >= least):
+        return PASSED
     if capabilities:
-        listed = ", ".join(f"sm_{c}" for c in sorted(capabilities))
-        return target.capability in capabilities, f"{library} runs on {listed}, got {target}"
-    return target.kind == "cuda" and target.capability >= least, f"{library} needs an NVIDIA GPU of sm_{least} or later, got {target}"
+        return False, f"{library} runs on {', '.join(f'sm_{c}' for c in sorted(capabilities))}, got {target}"
+    return False, f"{library} needs an NVIDIA GPU of sm_{least} or later, got {target}"
 
 
 def with_comment(verdict: Verdict, comment: str) -> Verdict:
@@ -105,6 +130,19 @@ def window_of(p: Any, unbounded: Any = -1) -> tuple[Any, Any]:
     if p.causal:
         right = 0
     return unbounded if left is None else left, unbounded if right is None else right
+
+
+def loses_keys(p: Any) -> bool:
+    """FlashAttention-2 and -3 take the longest length in the place of a right end that a window has not, counted from the row's own
+    position: rows that stand before the first key lose the last ones. Where the longest length is an argument, ``longest_keys`` helps.
+    """
+    left, right = window_of(p, None)
+    return left is not None and (right is None or right >= p.seq_k) and p.seq_q > p.seq_k + 1
+
+
+def longest_keys(queries: int, keys: int) -> int:
+    """A longest length for :func:`loses_keys` that no row's position is below."""
+    return queries + keys
 
 
 def positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
@@ -173,12 +211,19 @@ def copy_owned(t: Any, target: torch.Tensor, result: torch.Tensor) -> None:
     target.copy_(torch.where(owned.view(-1, *(1,) * (target.dim() - 1)), result, target))
 
 
-def owned_values(p: Any, t: Any) -> torch.Tensor:
-    """Ragged values without those past the last request: where a kernel's last tile reads them, and 0 * NaN is NaN."""
+def values_in_use(p: Any, t: Any) -> torch.Tensor:
+    """Dense or ragged values with 0 in place of what no request uses: a kernel's last tile may read it, and 0 * NaN is NaN."""
     if p.layout == "dense":
-        return t.v
-    owned = torch.arange(t.v.shape[0], device=t.v.device) < t.cu_seqlens_k[-1]
-    return torch.where(owned[:, None, None], t.v, 0)
+        if t.kv_lens is None:
+            return t.v
+        used = torch.arange(p.seq_k, device=t.v.device) < t.kv_lens.unsqueeze(1)
+        return torch.where(used[..., None, None], t.v, 0)
+    token, ends = torch.arange(t.v.shape[0], device=t.v.device, dtype=torch.int32), t.cu_seqlens_k[1:]
+    used = token < t.cu_seqlens_k[-1]
+    if t.kv_lens is not None:
+        request = torch.bucketize(token, ends, right=True).clamp_(max=p.batch - 1)
+        used &= token - t.cu_seqlens_k[:-1][request] < t.kv_lens[request]
+    return torch.where(used[:, None, None], t.v, 0)
 
 
 def deliver(p: Any, t: Any, out: torch.Tensor, lse: torch.Tensor | None) -> Any:
@@ -205,14 +250,27 @@ def remembered(arrays: Any, key: Any, make: Callable[[], Any]) -> Any:
     return kept[key]
 
 
+def host_lengths(arrays: Any) -> HostLengths:
+    """What the plan read on the host. Arrays that were made for another backend have it not: then the device is waited for, once."""
+    if arrays.host is not None:
+        found: HostLengths = arrays.host
+        return found
+
+    def read() -> HostLengths:
+        return HostLengths(*(x.cpu().numpy() for x in (arrays.q_indptr, arrays.kv_lens, arrays.page_begin)))
+
+    lengths: HostLengths = remembered(arrays, "host", read)
+    return lengths
+
+
 def block_tables(arrays: Any, page_size: int, power: bool = False) -> torch.Tensor:
-    """(B, pages of the longest request, at least 1) int32 page numbers; 0 past a request's pages, where a table may hold junk.
+    """(B, pages of the longest request, at least 1) int32 page numbers; past a request's pages, where a table may hold junk, its first.
 
     ``power``: as many columns as the next power of two, for a library that compiles the width in.
     """
 
     def make() -> torch.Tensor:
-        lens = arrays.host.kv_lens
+        lens = host_lengths(arrays).kv_lens
         width = max(-(-int(lens.max(initial=0)) // page_size), 1)
         width = 1 << (width - 1).bit_length() if power else width
         column = torch.arange(width, device=arrays.lengths.device)
@@ -221,17 +279,20 @@ def block_tables(arrays: Any, page_size: int, power: bool = False) -> torch.Tens
         if numbers.shape[0] == 0:
             return torch.zeros(used.shape, dtype=torch.int32, device=used.device)
         place = (arrays.page_begin.unsqueeze(1) + column).clamp_(max=numbers.shape[0] - 1)
-        return torch.where(used, numbers[place], 0).to(torch.int32)
+        first = torch.where(arrays.kv_lens > 0, numbers[place[:, 0]], 0)
+        return torch.where(used, numbers[place], first.unsqueeze(1)).to(torch.int32)
 
     return remembered(arrays, ("blocks", page_size, power), make)
 
 
 def longest(arrays: Any) -> tuple[int, int]:
     """(most query rows of a request, most keys of a request), as the plan read them on the host."""
-    return int((arrays.host.starts[1:] - arrays.host.starts[:-1]).max(initial=0)), int(arrays.host.kv_lens.max(initial=0))
+    host = host_lengths(arrays)
+    return int((host.starts[1:] - host.starts[:-1]).max(initial=0)), int(host.kv_lens.max(initial=0))
 
 
-def on_host(p: Any, library: str) -> Verdict:
-    """Libraries plan on the host: where lengths are on the device, copying them back would wait for it."""
-    known = p.seq_q is not None and p.max_seq_q is not None and p.seq_k is not None
-    return yes() if known else no(f"{library} needs the lengths on the host, got them on the device; give seq_lens and q_lens on the host")
+def on_host(p: Any, library: str) -> tuple[bool, str]:
+    """A check: libraries plan on the host, and where lengths are on the device, copying them back would wait for it."""
+    if p.seq_q is not None and p.max_seq_q is not None and p.seq_k is not None:
+        return PASSED
+    return False, f"{library} needs the lengths on the host, got them on the device; give seq_lens and q_lens on the host"

@@ -13,7 +13,7 @@ import torch
 
 from kernelgen import reference
 from kernelgen.dispatch import libraries
-from kernelgen.dispatch.backends import backends, cudnn
+from kernelgen.dispatch.backends import backends, cudnn, cudnn_support
 from kernelgen.dispatch.backends.flashinfer import wrappers
 from kernelgen.targets import Target
 from kernelgen.testing import adapters
@@ -25,14 +25,14 @@ INF = float("inf")
 def installed(backend_version: int | str = 91900, **versions: str) -> Iterator[None]:
     """The machine has these distributions (underscores for dashes) and no other; cuDNN of a version, or why it does not load."""
     found = {name.replace("_", "-"): version for name, version in versions.items()}
-    before = libraries._version, cudnn.backend_version
+    before = libraries._version, cudnn_support.backend_version
     libraries._version = lambda module, distribution: found.get(distribution.replace("_", "-"))  # type: ignore[assignment]
-    cudnn.backend_version = lambda: (0, backend_version) if isinstance(backend_version, str) else (backend_version, "")
+    cudnn_support.backend_version = lambda: (0, backend_version) if isinstance(backend_version, str) else (backend_version, "")
     adapters.forget()
     try:
         yield
     finally:
-        libraries._version, cudnn.backend_version = before
+        libraries._version, cudnn_support.backend_version = before
         adapters.forget()
 
 
@@ -140,9 +140,9 @@ def _flash_4_modules(calls: list[Any]) -> dict[str, types.ModuleType]:
         if a.get("page_table") is not None:
             out, lse = _paged(q, k, v, a["page_table"], a["seqused_k"], a["cu_seqlens_q"], common)
         elif a.get("cu_seqlens_q") is not None:
-            out, lse = reference.attention_varlen(q, k, v, a["cu_seqlens_q"], a["cu_seqlens_k"], **common)
+            out, lse = reference.attention_varlen(q, k, v, a["cu_seqlens_q"], a["cu_seqlens_k"], kv_lens=a.get("seqused_k"), **common)
         else:
-            out, lse = reference.attention(q, k, v, **common)
+            out, lse = reference.attention(q, k, v, kv_lens=a.get("seqused_k"), **common)
         return out.to(q.dtype), (lse.t() if out.dim() == 3 else lse).float()
 
     def forward(q: Any, **a: Any) -> Any:

@@ -24,7 +24,7 @@ ONE_MODULE: dict[str, tuple[Any, ...]] = {
     "kv_lens": (False,)}
 SPECS: dict[tuple[str, str], list[Spec]] = {
     ("cudnn", ""): adapter_specs(40, cap=(False,)),
-    ("flash_attn_4", ""): adapter_specs(24, kv_lens=(False,), dims=((128, 128), (64, 64))),
+    ("flash_attn_4", ""): adapter_specs(24, dims=((128, 128), (64, 64))),
     ("flash_attn_3", ""): adapter_specs(24, kv_lens=(False,), sinks=(False,)),
     ("flash_attn_2", ""): adapter_specs(24, sinks=(False,)),
     ("torch", "flash_forward"): adapter_specs(24, layout=("dense", "ragged"), cap=(False,), sinks=(False,)),
@@ -56,7 +56,8 @@ def _missing(backend: str, kernel: str) -> str:
 def test_against_the_reference(backend: str, kernel: str, spec: Spec) -> None:
     if reason := _missing(backend, kernel):
         pytest.skip(reason)
-    sizes = DECODE if kernel in ("decode", "xqa") else {}
+    page = {"cudnn": 1, "flash_attn_2": 256}.get(backend)
+    sizes = DECODE if kernel in ("decode", "xqa") else {"page_size": page} if page and spec.layout == "paged" else {}
     with only(backend, kernel):
         refused = [check_adapter(spec, index, backend, **sizes) for index in range(2)]
     if all(refused):

@@ -29,6 +29,7 @@ def _module(op: str) -> Any:
 
 class FlashInfer(Backend):
     name = "flashinfer"
+    library = LIBRARY
 
     def candidates(self, problem: Any, target: Target, live: bool) -> Iterator[tuple[str, Any, Verdict]]:
         if problem.op not in MODULES:

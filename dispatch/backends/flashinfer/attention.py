@@ -13,6 +13,7 @@ from kernelgen.dispatch.backends.wrapped import (
     HALVES,
     HIDDEN_VALUES,
     INT32,
+    aligned,
     hides_keys_in_use,
     on_cuda,
     ordinary,
@@ -36,12 +37,12 @@ def common(p: Any, target: Target, kernel: str) -> Iterator[tuple[bool, str]]:
     """Checks that dense, ragged and paged prefill share."""
     label = f"{NAME}'s {kernel}"
     yield on_cuda(target, label, (90,)) if kernel == "fa3" else on_cuda(target, label)
-    yield from refused(p, label, _TAKEN)
+    yield refused(p, label, _TAKEN)
     dims = (p.head_dim, p.head_dim_v)
     yield dims in PAIRS, f"{label} takes head dims {', '.join(f'{a}/{b}' for a, b in PAIRS)}, got {dims[0]}/{dims[1]}"
-    yield p.alignment >= 16, f"{label} wants 16-byte aligned tensors and strides, got {p.alignment}"
-    for v in (ordinary(p, label), sizes(p, label, elements=INT32)):
-        yield v.ok, v.reason
+    yield aligned(p, label)
+    yield ordinary(p, label)
+    yield sizes(p, label, elements=INT32)
 
 
 def supports(p: AttentionProblem, target: Target, kernel: str) -> Verdict:

@@ -15,7 +15,9 @@ from kernelgen.dispatch.backends.wrapped import (
     HALVES,
     HIDDEN_VALUES,
     INT32,
+    aligned,
     block_tables,
+    host_lengths,
     longest,
     on_cuda,
     on_host,
@@ -23,6 +25,7 @@ from kernelgen.dispatch.backends.wrapped import (
     positive_scale,
     refused,
     remembered,
+    repair_empty_rows,
     sizes,
     window_of,
 )
@@ -47,7 +50,7 @@ def supports_prefill(p: PagedAttentionProblem, target: Target, kernel: str) -> V
     verdict = first_no(
         _dtypes(p, kernel, ("e4m3", "e5m2") if kernel == "fa2" else ()),
         *common(p, target, kernel),
-        *((v.ok, v.reason) for v in (on_host(p, NAME),)),
+        on_host(p, NAME),
     )
     return yes(HIDDEN_VALUES) if verdict and (p.max_seq_q or 0) > 1 else verdict
 
@@ -57,19 +60,18 @@ def supports_decode(p: PagedAttentionProblem, target: Target) -> Verdict:
     return first_no(
         on_cuda(target, label),
         _dtypes(p, "decode", ("e4m3", "e5m2")),
-        *refused(p, label, ("window", "window_right", "soft_cap", "lse")),
+        refused(p, label, ("window", "window_right", "soft_cap", "lse")),
         *_one_query(p, label),
         (p.group_size in GROUPS, f"{label} takes groups of {', '.join(map(str, GROUPS))} query heads, got {p.group_size}"),
         (p.head_dim == p.head_dim_v and p.head_dim in DECODE_DIMS,
          f"{label} takes head dims {', '.join(map(str, DECODE_DIMS))}, equal for keys and values, got {p.head_dim}/{p.head_dim_v}"),
-        (p.alignment >= 16, f"{label} wants 16-byte aligned tensors and strides, got {p.alignment}"),
-        *((v.ok, v.reason) for v in (ordinary(p, label), sizes(p, label, elements=INT32))),
+        aligned(p, label),
+        ordinary(p, label), sizes(p, label, elements=INT32),
     )
 
 
 def _one_query(p: PagedAttentionProblem, label: str) -> Iterator[tuple[bool, str]]:
-    verdict = on_host(p, label)
-    yield verdict.ok, verdict.reason
+    yield on_host(p, label)
     yield p.max_seq_q == 1, f"{label} takes one query per request, got up to {p.max_seq_q}"
 
 
@@ -78,14 +80,14 @@ def supports_xqa(p: PagedAttentionProblem, target: Target) -> Verdict:
     return first_no(
         on_cuda(target, label, XQA_CAPABILITIES),
         _dtypes(p, "xqa", ()),
-        *refused(p, label, ("window", "window_right", "sinks")),
+        refused(p, label, ("window", "window_right", "sinks")),
         *_one_query(p, label),
         (p.page_size in XQA_PAGES, f"{label} takes pages of {', '.join(map(str, XQA_PAGES))} tokens, got {p.page_size}"),
         (p.head_dim == p.head_dim_v and p.head_dim % 16 == 0 and 16 <= p.head_dim <= 256,
          f"{label} takes head dims in multiples of 16 up to 256, equal for keys and values, got {p.head_dim}/{p.head_dim_v}"),
         (p.group_size <= 16, f"{label} takes groups of at most 16 query heads, got {p.group_size}"),
-        (p.alignment >= 16, f"{label} wants 16-byte aligned tensors and strides, got {p.alignment}"),
-        *((v.ok, v.reason) for v in (ordinary(p, label), sizes(p, label, elements=INT32))),
+        aligned(p, label),
+        ordinary(p, label), sizes(p, label, elements=INT32),
     )
 
 
@@ -105,7 +107,8 @@ def properties(p: PagedAttentionProblem, kernel: str) -> Properties:
 
 def _page_arrays(p: PagedAttentionProblem, arrays: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(starts in the page numbers, page numbers of the requests one behind the other on the device, tokens of each last page)."""
-    lens, begin = arrays.host.kv_lens.astype(np.int64), arrays.host.page_begin.astype(np.int64)
+    host = host_lengths(arrays)
+    lens, begin = host.kv_lens.astype(np.int64), host.page_begin.astype(np.int64)
     pages = -(-lens // p.page_size)
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(pages)])
     place = np.repeat(begin - starts[:-1], pages) + np.arange(starts[-1])
@@ -147,7 +150,7 @@ def _prefill(p: PagedAttentionProblem, kernel: str) -> Callable[[Any], Any]:
 
         def plan(w: Any) -> None:
             starts, numbers, last = _page_arrays(p, a)
-            w.plan(torch.from_numpy(a.host.starts), starts, numbers, last, p.num_q_heads, p.num_kv_heads, p.head_dim, p.page_size,
+            w.plan(torch.from_numpy(host_lengths(a).starts), starts, numbers, last, p.num_q_heads, p.num_kv_heads, p.head_dim, p.page_size,
                    head_dim_vo=p.head_dim_v, causal=p.causal, sm_scale=scale, window_left=left, logits_soft_cap=t.soft_cap,
                    q_data_type=q.dtype, kv_data_type=t.k_cache.dtype, **split)
 
@@ -164,9 +167,10 @@ def _prefill(p: PagedAttentionProblem, kernel: str) -> Callable[[Any], Any]:
 def _every_request(t: Any, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """One row per request, and which of them are rows of q (None: all): a request without a query gets a zero."""
     a = t.arrays
-    if a.host.starts[-1] == a.batch:
+    starts = host_lengths(a).starts
+    if starts[-1] == a.batch:
         return q.contiguous(), None
-    place = remembered(a, "rows", lambda: torch.from_numpy(np.flatnonzero(np.diff(a.host.starts))).to(q.device))
+    place = remembered(a, "rows", lambda: torch.from_numpy(np.flatnonzero(np.diff(starts))).to(q.device))
     full = q.new_zeros(a.batch, *q.shape[1:])
     full[place] = q
     return full, place
@@ -223,6 +227,8 @@ def _xqa(p: PagedAttentionProblem) -> Callable[[Any], Any]:
                 window_left=left, out=out, sinks=t.sinks, kv_layout=p.kv_layout)
 
         _by_request(t, place, call)
+        if not host_lengths(a).kv_lens.all():  # it leaves NaN in a row without keys
+            repair_empty_rows(p, t, t.out, None)
 
     return run
 

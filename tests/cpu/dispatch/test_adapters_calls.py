@@ -44,7 +44,7 @@ def test_a_library_is_called_as_the_contract_says(backend: str, kernel: str) -> 
             if spec.layout == "dense":
                 sizes = {"q_lens": (7, 7), "k_lens": (12, 12)} if index % 2 else {"q_lens": (9,), "k_lens": (4,)}
             if spec.layout == "paged":
-                sizes["page_size"] = 256 if backend == "flash_attn_2" else 16 if kernel == "xqa" else (16, 5)[index % 2]
+                sizes["page_size"] = {"flash_attn_2": 256, "cudnn": 1}.get(backend, 16 if kernel == "xqa" else (16, 5)[index % 2])
             refused = check_adapter(spec, index, backend, "cpu", **SMALL, **sizes)
             ran[spec.layout] += not refused
     expected = ("paged",) if kernel in ("decode", "xqa") else tuple(ran)
@@ -112,3 +112,14 @@ def test_one_graph_of_cudnn_serves_a_repeated_problem() -> None:
         assert len(calls) == 1
         kernelgen.attention(q, k[:, :7], v[:, :7], causal=True, backend="cudnn")
         assert len(calls) == 2 and "use_padding_mask" in calls[1][1] and calls[1][1]["diagonal_band_right_bound"] == 0
+
+
+def test_past_a_request_s_pages_a_table_names_its_first() -> None:
+    """A library may read there, and what it finds must be a number: not the junk of a table, nor a page of nobody."""
+    table = kernelgen.PageTable.from_blocks(torch.tensor([[4, 2, -7], [9, 3, 1]], dtype=torch.int32), [17, 40], 16)
+    seen = []
+    with in_place_of("flash_attn_4") as calls:
+        plan = kernelgen.plan_attention(table, num_q_heads=4, num_kv_heads=2, head_dim=64, q_dtype=torch.bfloat16, backend="flash_attn_4")
+        plan.run(torch.zeros(2, 4, 64).bfloat16(), torch.zeros(10, 2, 16, 2, 64).bfloat16())
+        seen = calls[-1][1]["page_table"].tolist()
+    assert seen == [[4, 2, 4], [9, 3, 1]]

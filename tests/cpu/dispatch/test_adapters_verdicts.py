@@ -19,6 +19,7 @@ from kernelgen.dispatch.backends.flash_attn_4 import LIBRARY as FLASH_4
 from kernelgen.problems.attention import AttentionProblem
 from kernelgen.problems.paged import PagedAttentionProblem
 from kernelgen.targets import Target
+from kernelgen.tensors import AttentionTensors
 from kernelgen.testing.stand_ins import EVERYTHING, installed
 
 DENSE = AttentionProblem(layout="dense", batch=2, seq_q=64, seq_k=64, num_q_heads=8, num_kv_heads=2, head_dim=128, head_dim_v=128,
@@ -33,7 +34,8 @@ FP8 = {"q_dtype": "e4m3", "kv_dtype": "e4m3", "out_dtype": "bf16"}
 TABLE: list[tuple[str, str, str, Any, str]] = [
     ("cudnn", "", "sm_90a", DENSE, ""),
     ("cudnn", "", "sm_90a", RAGGED, ""),
-    ("cudnn", "", "sm_90a", PAGED, ""),
+    ("cudnn", "", "sm_90a", replace(PAGED, page_size=1), ""),
+    ("cudnn", "", "sm_90a", PAGED, "pages of one token have none, got 16"),
     ("cudnn", "", "sm_80", RAGGED, ""),
     ("cudnn", "", "sm_120", DENSE, "runs on sm_80"),
     ("cudnn", "", "cpu", DENSE, "runs on sm_80"),
@@ -41,8 +43,8 @@ TABLE: list[tuple[str, str, str, Any, str]] = [
     ("cudnn", "", "sm_100", replace(DENSE, head_dim=192), ""),
     ("cudnn", "", "sm_90a", replace(DENSE, head_dim=512, head_dim_v=512), "up to 256 on sm_90a, got 512/512"),
     ("cudnn", "", "sm_90a", replace(DENSE, **FP8), "16-bit output on Blackwell only"),
-    ("cudnn", "", "sm_90a", replace(PAGED, sinks=True), "no sinks for one query"),
-    ("cudnn", "", "sm_90a", replace(PREFILL, sinks=True), ""),
+    ("cudnn", "", "sm_90a", replace(PAGED, page_size=1, sinks=True), "no sinks for one query"),
+    ("cudnn", "", "sm_90a", replace(PREFILL, page_size=1, sinks=True), ""),
     ("cudnn", "", "sm_90a", replace(DENSE, alignment=8), "16-byte aligned"),
     ("cudnn", "", "sm_90a", replace(DENSE, requires_grad=True), "gradient"),
     ("flash_attn_2", "", "sm_80", replace(DENSE, alibi=True, soft_cap=True, kv_lens=True), ""),
@@ -62,12 +64,19 @@ TABLE: list[tuple[str, str, str, Any, str]] = [
     ("flash_attn_4", "", "sm_90a", RAGGED, ""),
     ("flash_attn_4", "", "sm_100", DENSE, ""),
     ("flash_attn_4", "", "sm_80", DENSE, "got sm_80"),
-    ("flash_attn_4", "", "sm_90a", replace(DENSE, sinks=True, soft_cap=True, window=(3, 5), return_lse=True), ""),
+    ("flash_attn_4", "", "sm_90a", replace(DENSE, sinks=True, soft_cap=True, window=(3, 5)), ""),
+    ("flash_attn_4", "", "sm_90a", replace(DENSE, sinks=True, window=(3, 5), return_lse=True), ""),
+    ("flash_attn_4", "", "sm_90a", replace(DENSE, soft_cap=True, return_lse=True), "LSE under a soft-cap"),
+    ("torch", "flash_forward", "sm_90a", replace(DENSE, window=(3, None), seq_q=66), "at most 65 queries here, got 66"),
+    ("torch", "flash_forward", "sm_90a", replace(DENSE, window=(3, 5), seq_q=66), ""),
+    ("flash_attn_2", "", "sm_90a", replace(DENSE, window=(3, None), seq_q=66), "at most 65 queries here, got 66"),
+    ("flash_attn_2", "", "sm_90a", replace(RAGGED, window=(3, None), seq_q=66), ""),
     ("flash_attn_4", "", "sm_90a", replace(DENSE, head_dim=264, head_dim_v=264), "8 to 256 on sm_90a, got 264/264"),
     ("flash_attn_4", "", "sm_100", replace(DENSE, head_dim=192), ""),
     ("flash_attn_4", "", "sm_100", replace(DENSE, head_dim=136), "got 136/128"),
     ("flash_attn_4", "", "sm_90a", replace(DENSE, **FP8), "bf16, fp16"),
-    ("flash_attn_4", "", "sm_90a", replace(DENSE, kv_lens=True), "kv_lens"),
+    ("flash_attn_4", "", "sm_90a", replace(DENSE, kv_lens=True), ""),
+    ("flash_attn_4", "", "sm_90a", replace(DENSE, kv_lens=True, requires_grad=True), "kv_lens"),
     ("flash_attn_4", "", "sm_90a", replace(PAGED, page_size=256), ""),
     ("flash_attn_4", "", "sm_90a", replace(PAGED, page_size=128), "a page of 128 tokens may be one"),
     ("flashinfer", "fa2", "sm_80", RAGGED, ""),
@@ -108,7 +117,7 @@ def test_lengths_on_the_device_are_not_copied_back() -> None:
     unknown = replace(PAGED, seq_q=None, max_seq_q=None, seq_k=None)
     with installed(**EVERYTHING):
         for backend in ("cudnn", "flash_attn_2", "flash_attn_3", "flash_attn_4", "flashinfer"):
-            problem = replace(unknown, page_size=256 if backend == "flash_attn_2" else 16)
+            problem = replace(unknown, page_size={"flash_attn_2": 256, "cudnn": 1}.get(backend, 16))
             for kernel, _, verdict in backends()[backend].candidates(problem, Target.parse("sm_90a"), live=True):
                 assert not verdict.ok and ("on the host" in verdict.reason or kernel in ("cudnn", "trtllm_fmha_v2"))
 
@@ -178,3 +187,15 @@ def test_rows_that_see_no_key() -> None:
     assert empty(window=(0, 2**40)) == [3, 4] and empty(window=(5000, 0)) == [0, 3, 4]
     assert not wrapped.rows_may_be_empty(replace(DENSE, causal=True)) and wrapped.rows_may_be_empty(replace(DENSE, causal=True, seq_q=65))
     assert wrapped.rows_may_be_empty(replace(DENSE, kv_lens=True))
+
+
+def test_values_that_no_request_uses_are_emptied() -> None:
+    v, lens = torch.full((7, 1, 8), torch.nan), torch.tensor([1, 4], dtype=torch.int32)
+    starts = torch.tensor([0, 2, 6], dtype=torch.int32)
+    t = AttentionTensors(v, v, v, v, None, 1.0, starts, starts)
+    ragged = replace(RAGGED, batch=2)
+    assert wrapped.values_in_use(ragged, t)[:, 0, 0].isnan().tolist() == [True] * 6 + [False]
+    assert wrapped.values_in_use(ragged, t._replace(kv_lens=lens))[:, 0, 0].isnan().tolist() == [True, False, *[True] * 4, False]
+    dense = torch.full((2, 5, 1, 8), torch.nan)
+    used = wrapped.values_in_use(replace(DENSE, seq_k=5), t._replace(v=dense, kv_lens=lens))
+    assert used[..., 0, 0].isnan().sum(1).tolist() == [1, 4]
