@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -49,7 +50,8 @@ class Candidate:
 class Decision:
     """The chosen candidate (None: nothing can run it) and every candidate with its reason, best first.
 
-    rows         the candidates as the choice left them: of those that it did not take, configs are found when they are asked for
+    rows         the candidates that the choice looked at
+    every        what finds all of them, with their configs: for explain, which reads ``candidates``
     decided_by   "measurement", "rule", "model", or "call" where the caller named the backend; "" where nothing was chosen
     basis        where the measurements are from, or why those that there are do not count
     artifacts    where nothing is compiled here, what explain found of the chosen kernels in the cache
@@ -62,11 +64,14 @@ class Decision:
     artifacts: tuple[str, ...] = ()
     decided_by: str = ""
     basis: str = ""
+    every: Callable[[], tuple[Candidate, ...]] | None = field(default=None, compare=False, repr=False)
 
     @cached_property
     def candidates(self) -> tuple[Candidate, ...]:
-        """``rows``, all with their configs and last verdicts: those that can run the problem first."""
-        return tuple(sorted((c.settled() for c in self.rows), key=lambda c: not c.verdict.ok))
+        """Every candidate with its config and last verdict: the chosen one, then by time and score, then what cannot run the problem."""
+        found = self.rows if self.every is None else self.every()
+        return tuple(sorted((c.settled() for c in found), key=lambda c: (
+            c is not self.chosen, not c.verdict.ok, c.measured is None, c.measured or 0.0, -c.score)))
 
     def table(self) -> list[dict[str, Any]]:
         """The candidates as plain rows, for JSON."""

@@ -7,6 +7,7 @@ import importlib.util
 import re
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 from kernelgen.verdicts import Verdict, no, yes
 
@@ -39,11 +40,7 @@ class Library:
 
 @cache
 def _version(module: str, distribution: str) -> str | None:
-    try:
-        there = importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # a parent package is not there, or a half-initialised module
-        there = False
-    if not there:
+    if not _there(module):
         return None
     try:
         return importlib.metadata.version(distribution)
@@ -51,11 +48,26 @@ def _version(module: str, distribution: str) -> str | None:
         return ""
 
 
+def _there(module: str) -> bool:
+    """Is there such a module? find_spec of a name with a dot would import its parent, so its files are looked for instead."""
+    top, *parts = module.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):  # a half-initialised module
+        return False
+    if spec is None or not parts:
+        return spec is not None
+    path = Path(*parts)
+    return any((Path(root) / path).is_dir() or list((Path(root) / path.parent).glob(f"{path.name}.*"))
+               for root in spec.submodule_search_locations or ())
+
+
 def forget() -> None:
     """Look again (tests that install or hide libraries)."""
     _version.cache_clear()
 
 
+@cache
 def release(version: str) -> tuple[int, ...]:
     """(4, 0, 0) of "4.0.0b36": the numbers that order releases. A pre-release counts as its release: adapters name those they need."""
     match = re.match(r"\d+(\.\d+)*", version)

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from functools import cache
+from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -55,11 +56,11 @@ def bucket(problem: Any) -> str | None:
     return " ".join(words)
 
 
-def times(problem: Any, target: Target, rows: Sequence[Candidate], live: bool) -> tuple[dict[tuple[str, str], Measurement], str]:
+def times(problem: Any, target: Target, live: bool) -> tuple[dict[tuple[str, str], Measurement], str]:
     """({(backend, kernel): Measurement} of the problem's bucket, a word on where from). Empty where nothing counts here.
 
-    A bucket counts as a whole: where a candidate that can run the problem here is of another release than the one that was measured, none
-    of its times do, since the choice would go by who was left.
+    A bucket counts as a whole: where what is installed is of another release than what was measured, none of its times do, since the
+    choice would go by who was left.
     """
     tables = _timings(problem.op, target, live)
     name = bucket(problem) if tables else None
@@ -69,35 +70,33 @@ def times(problem: Any, target: Target, rows: Sequence[Candidate], live: bool) -
         found = table.problems.get(name)
         if not found:
             continue
-        if live and (stale := _stale(found, rows)):
+        if live and (stale := _stale(found)):
             return {}, stale
         return {(m.backend, m.kernel): m for m in found if m.us is not None}, table.source
     return {}, ""
 
 
-def _stale(found: Sequence[Measurement], rows: Sequence[Candidate]) -> str:
-    """Which candidate is not of the release that was measured, or ""."""
-    usable = {(c.backend, c.kernel) for c in rows if c.verdict.ok}
+def _stale(found: Sequence[Measurement]) -> str:
+    """What is here in another release than the one that was measured, or ""."""
     for m in found:
-        if m.us is not None and (m.backend, m.kernel) in usable:
-            here = release_of(m.backend)
-            if here != m.release:
-                return f"measured with {m.backend} {m.release}, here is {here}: measure anew with kernelgen tune"
+        here = release_of(m.backend)
+        if m.us is not None and here is not None and here != m.release:
+            return f"measured with {m.backend} {m.release}, here is {here}: measure anew with kernelgen tune"
     return ""
 
 
 @cache
-def release_of(backend: str) -> str:
-    """The release of what a backend runs. The build of torch counts without its local part."""
+def release_of(backend: str) -> str | None:
+    """The release of what a backend runs: of its adapter's LIBRARY (None: not here), else of torch, without the local part of its build."""
     import torch
 
     import kernelgen
     from kernelgen.dispatch.backends import backends
 
-    adapter = backends().get(backend)
-    library = getattr(adapter, "library", None)
+    library = getattr(import_module(type(backends()[backend]).__module__), "LIBRARY", None) if backend in backends() else None
     if library is not None:
-        return str(library.version())
+        version: str | None = library.version()
+        return version
     return kernelgen.__version__ if backend in ("generated", "reference") else torch.__version__.split("+")[0]
 
 

@@ -72,7 +72,7 @@ class _Random:
         return torch.empty(shape, dtype=DTYPES[dtype].torch, device=self.device)
 
     def ints(self, values: Any) -> torch.Tensor:
-        return torch.as_tensor(values, dtype=torch.int32).to(self.device)
+        return torch.as_tensor(values, dtype=torch.int32, device="cpu").to(self.device)
 
 
 def _starts(total: int, parts: int) -> list[int]:

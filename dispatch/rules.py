@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from kernelgen.targets import Target
@@ -160,7 +161,7 @@ RULES: tuple[Rule, ...] = (
          kernel="attention/split_cpu"),
     Rule("attention", "torch", 70, "cuDNN in torch 2.11 takes 0.39 - 0.74 x the time of prefill_mma, measured in bf16, D 64, 128, 256, "
          "1k - 16k, and so expected in fp16 (H200, 2026-11-29, `kernelgen bench attention`); with a mask it lets a NaN of a "
-         "masked key through", target_kind="cuda", capability=(90,), when=_cudnn_attention),
+         "masked key through", target_kind="cuda", capability=(90,), kernel="cudnn", when=_cudnn_attention),
     Rule("gemm", "torch", 70, "cuBLAS takes 0.92 - 1.01 x the time of our products at M = 256, 0.87 - 0.99 x of narrow ones from there "
          "on; up to 192 rows ours are 0.9 - 1.5 x as fast, above even (H200, 2026-11-30, tools/bench/results/tried/h200_tune_dense.json)",
          target_kind="cuda", capability=(90,), when=lambda p: _plain_gemm(p) and p.m > 192 and (p.m < 384 or p.n < 1024),
@@ -196,12 +197,40 @@ RULES: tuple[Rule, ...] = (
     Rule("", "generated", 60, "specialised for this problem", general=True),
     Rule("", "torch", 40, "works everywhere torch does", general=True),
     Rule("", "reference", 1, "slow eager float64 version"),
+    Rule("", "cudnn", 35, "cuDNN by its own graphs (unmeasured: below everything that was)"),
+    Rule("", "flash_attn_4", 34, "FlashAttention-4 (unmeasured)"),
+    Rule("", "flash_attn_3", 33, "FlashAttention-3 (unmeasured)"),
+    Rule("", "flash_attn_2", 32, "FlashAttention-2 (unmeasured)"),
+    Rule("gemm", "cublaslt", 71, "cuBLAS takes 0.92 - 1.01 x the time of our products at M = 256, 0.87 - 0.99 x of narrow ones from there "
+         "on; up to 192 rows ours are 0.9 - 1.5 x as fast, above even (H200, 2026-11-30, tools/bench/results/tried/h200_tune_dense.json)",
+         target_kind="cuda", capability=(90,), when=lambda p: _plain_gemm(p) and p.m > 192 and (p.m < 384 or p.n < 1024),
+         fits=lambda p, target: not _many_products(p, target)),
+    Rule("gemm", "cublaslt", 50, "beside our products: 16 bits, 0.85 - 1.04 x as fast up to 128 rows; fp8 0.2 - 1.19 x, 0.46 - 0.95 "
+         "in the mean of 13 shapes for each number of rows (H200, 2026-11-30, tools/bench/results/h200_gemm_hopper.json); before torch's "
+         "own, whose epilogues multiply in float32", target_kind="cuda", general=True),
+    Rule("grouped_gemm", "cublaslt", 50, "_grouped_mm is 0.83 - 1.06 x as fast as grouped_sm90, _scaled_grouped_mm 0.67 - 0.81 x (H200, "
+         "2026-11-30, tools/bench/results/h200_gemm_hopper.json), before what the contract adds: cut ends, rows left alone",
+         target_kind="cuda", general=True),
+    Rule("", "cublaslt", 45, "products alone"),
+    Rule("gemm", "flashinfer", 25, "before the oracle alone: it compiles at its first use, and was not run by this adapter on a GPU yet",
+         target_kind="cuda"),
+    Rule("moe", "flashinfer", 21, "before the oracle alone: it compiles for minutes at its first use, and was not run by this adapter on a "
+         "GPU yet", target_kind="cuda"),
+    Rule("", "flashinfer", 31, "FlashInfer, whose kernels are compiled for minutes at first use (unmeasured)"),
+    Rule("", "triton", 30, "before the oracle: portable, untuned, for what has no kernel elsewhere; its sums of float32 and float64, in "
+         "their present form, ran in Triton's interpreter alone"),
 )
 
 
 def rule_of(backend: str, kernel: str, problem: Any, target: Target) -> Rule | None:
     """The first row that names a candidate."""
-    return next((rule for rule in RULES if rule.matches(backend, kernel, problem, target)), None)
+    return next((rule for rule in _rows_of(backend, id(RULES)) if rule.matches(backend, kernel, problem, target)), None)
+
+
+@cache
+def _rows_of(backend: str, rows: int) -> tuple[Rule, ...]:
+    """The rows of a backend, of the RULES that ``rows`` is the id of."""
+    return tuple(rule for rule in RULES if rule.backend == backend)
 
 
 # Of a library that no row names: behind everything that was measured or written for the problem, before the oracle.

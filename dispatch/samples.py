@@ -77,9 +77,9 @@ def _last_request(p: Any, t: Any) -> Sample:
 def _product(p: Any, t: Any) -> Sample:
     """Rows at both ends of a few entries of the batch."""
     entries, half = slice(0, 2), _ROWS // 2
-    kept = torch.arange(p.m) if p.m <= _ROWS else torch.cat([torch.arange(half), torch.arange(p.m - half, p.m)])
-    rows = kept.to(t.a.device)
+    every = torch.arange(p.m, device=t.a.device)
+    rows = every if p.m <= _ROWS else torch.cat([every[:half], every[-half:]])
     picks = {"out": (entries, rows)}
     part = t._replace(a=t.a[entries, rows], out=t.out[entries, rows], c=_cut(t.c, entries, rows), scale_a=_cut(t.scale_a, entries, rows),
                       b=t.b[entries] if p.batched_b else t.b, scale_b=_cut(t.scale_b, entries), zero_b=_cut(t.zero_b, entries))
-    return Sample(replace(p, batch=part.a.shape[0], m=len(kept)), part, picks)
+    return Sample(replace(p, batch=part.a.shape[0], m=len(rows)), part, picks)

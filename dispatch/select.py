@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from kernelgen.dispatch import aside, cost, measured, rules
 from kernelgen.dispatch.backends import PLANNED, backends
+from kernelgen.dispatch.backends.base import Backend
 from kernelgen.dispatch.decision import Candidate, Decision
 from kernelgen.errors import NoBackendError
 from kernelgen.guard import check_addresses
@@ -62,18 +64,85 @@ def reconsider_all(op: str) -> None:
 
 
 def candidates_of(problem: Any, target: Target, live: bool = True) -> list[Candidate]:
-    """Every backend's rows for a problem, with verdicts, in the order of the backends."""
-    rows = []
-    for adapter in backends().values():
-        for kernel, config, verdict in adapter.candidates(problem, target, live):
-            promised = adapter.properties(problem, kernel)
-            rule = rules.rule_of(adapter.name, kernel, problem, target) or rules.UNNAMED
-            if verdict and not (honoured := promised.honour(problem)):
+    """Every backend's candidates for a problem, with configs and verdicts, in the order of the backends."""
+    rows = Rows(problem, target, live)
+    return [c.settled() for name in backends() for c in rows.of(name)]
+
+
+_LETS_THROUGH = ("lets a NaN or inf of a hidden key or value through to rows of its tile (KERNELGEN_ASSUME_FINITE=1 says that there are "
+                 "none)")
+
+
+def hides_values(problem: Any) -> bool:
+    """Does an attention problem hide keys that are in use from some of its rows?"""
+    p = problem
+    if p.op == "attention":
+        several = p.seq_q > (1 if p.layout == "dense" else p.batch)
+    elif p.op == "paged_attention":
+        several = p.max_seq_q != 1
+    else:
+        return False
+    return bool((p.causal and several) or p.windowed or p.mask or getattr(p, "block_mask", False))
+
+
+class Rows:
+    """The candidates of a problem, backend by backend, each asked when it may matter: a choice costs what it looks at."""
+
+    def __init__(self, problem: Any, target: Target, live: bool, extra: tuple[Candidate, ...] = (), *, strict: bool = False) -> None:
+        """``strict``: candidates that do not hide NaN of hidden values are only taken where nothing else is there."""
+        self.problem, self.target, self.live, self._extra = problem, target, live, extra
+        self.strict = strict and hides_values(problem)
+        self._hides = hides_values(problem)
+        self.times, self.basis = measured.times(problem, target, live)
+        self._found: dict[str, list[Candidate]] = {}
+
+    def of(self, backend: str) -> list[Candidate]:
+        """One backend's, with verdicts; configs of ours are found when a candidate is settled."""
+        found = self._found.get(backend)
+        if found is None:
+            found = self._found[backend] = list(self._make(backends()[backend]))
+        return found
+
+    def _make(self, adapter: Backend) -> Iterator[Candidate]:
+        p, target, live = self.problem, self.target, self.live
+        for kernel, config, verdict in adapter.candidates(p, target, live):
+            promised = adapter.properties(p, kernel)
+            if self._hides and adapter.name in aside.WRAPPED:
+                promised = replace(promised, hides_nonfinite=False)
+            rule = rules.rule_of(adapter.name, kernel, p, target) or rules.UNNAMED
+            if verdict and not (honoured := promised.honour(p)):
                 verdict = honoured
-            if verdict and live and (reason := aside.reason(problem, adapter.name, kernel)):
+            if verdict and live and (reason := aside.reason(p, adapter.name, kernel)):
                 verdict = no(reason)
-            rows.append(Candidate(adapter.name, kernel, config, verdict, rule.score, rule.note, promised, rule.general))
-    return rows
+            note = rule.note
+            if self.strict and not promised.hides_nonfinite:
+                note = f"not by auto: {_LETS_THROUGH}; {note}"
+            yield Candidate(adapter.name, kernel, config, verdict, rule.score, note, promised, rule.general)
+
+    def eligible(self, c: Candidate) -> bool:
+        """Can it run the problem, and may it be taken?"""
+        return c.verdict.ok and (not self.strict or c.properties.hides_nonfinite)
+
+    def settle(self, c: Candidate) -> Candidate:
+        """The candidate with its config and its measured time, in the place of what it was."""
+        settled = c.settled()
+        if (c.backend, c.kernel) in self.times:
+            settled = measured.with_time(settled, self.problem, self.target, self.times)
+        if settled is not c:
+            rows = self._found[c.backend]
+            rows[rows.index(c)] = settled
+        return settled
+
+    def known(self) -> tuple[Candidate, ...]:
+        """What was looked at, as it is."""
+        return (*(c for name in backends() for c in self._found.get(name, ())), *self._extra)
+
+    def all(self) -> tuple[Candidate, ...]:
+        """Every candidate, settled."""
+        for name in backends():
+            for c in tuple(self.of(name)):
+                self.settle(c)
+        return self.known()
 
 
 def _choose(problem: Any, target: Target, backend: str, live: bool) -> Decision:
@@ -82,49 +151,76 @@ def _choose(problem: Any, target: Target, backend: str, live: bool) -> Decision:
         near = difflib.get_close_matches(str(backend), names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise NoBackendError(f"got backend={backend!r}, expected 'auto' or one of {', '.join(names)}{hint}")
-    rows = candidates_of(problem, target, live)
-    if backend in PLANNED:
-        rows.append(Candidate(backend, "", None, no("this release has no adapter for it"), 0.0, ""))
-    rows.sort(key=lambda c: (-c.verdict.ok, -c.score))
-    times, basis = measured.times(problem, target, rows, live)
-    if times:
-        rows = [measured.with_time(c.settled(), problem, target, times) if (c.backend, c.kernel) in times else c for c in rows]
+    planned = Candidate(backend, "", None, no("this release has no adapter for it"), 0.0, "")
+    strict = backend == "auto" and not settings().assume_finite and not getattr(problem, "requires_grad", False)
+    rows = Rows(problem, target, live, (planned,) if backend in PLANNED else (), strict=strict)
+    own = () if backend in PLANNED else (backend,)
+    chosen, decided_by = _best(rows, tuple(backends()) if backend == "auto" else own)
+    if rows.strict and (chosen is None or chosen.backend == "reference"):
+        rows.strict = False  # the oracle is no way to run a program
+        chosen, decided_by = _best(rows, tuple(backends()))
+    if backend != "auto":
+        decided_by = "call" if chosen else ""
+    elif chosen and live and chosen.backend != "generated":
+        _say_why_not_generated(problem, chosen, rows.of("generated"))
+    return Decision(problem, target, chosen, rows.known(), decided_by=decided_by, basis=rows.basis, every=rows.all)
+
+
+def _best(rows: Rows, names: tuple[str, ...]) -> tuple[Candidate | None, str]:
+    """(the candidate to take of the named backends, what decided): a measurement before a rule, a rule before the model."""
+    for m in sorted(rows.times.values(), key=lambda m: m.us or 0.0):
+        for c in tuple(rows.of(m.backend)) if m.backend in names else ():
+            if c.kernel == m.kernel and rows.eligible(settled := rows.settle(c)) and settled.measured is not None:
+                return settled, "measurement"
     while True:
-        allowed = [c for c in rows if c.verdict.ok and (backend == "auto" or c.backend == backend)]
-        chosen, decided_by = _best(problem, target, allowed)
-        if chosen is None or (settled := chosen.settled()) is chosen:
+        first = _first(rows, names)
+        if first is None:
+            return None, ""
+        chosen, by = _by_model(rows, first, names) if first.general else (first, "rule")
+        settled = rows.settle(chosen)
+        if settled.verdict.ok:  # it may say no, now that it has a config: then the next one
+            return settled, by
+
+
+def _first(rows: Rows, names: tuple[str, ...]) -> Candidate | None:
+    """The highest score among what can run the problem. Backends that no row puts above it are not asked."""
+    best: Candidate | None = None
+    bounds = _bounds(rows.problem.op, rows.target.kind, rows.target.capability, id(rules.RULES))
+    for name in sorted(names, key=lambda name: -bounds[name][0]):
+        if best is not None and best.score >= bounds[name][0]:
             break
-        rows[rows.index(chosen)] = settled  # which may say no, now that it has a config
-    if backend == "auto" and chosen and live:
-        _say_why_not_generated(problem, chosen, rows)
-    rows.sort(key=lambda c: (c is not chosen, not c.verdict.ok, c.measured is None, c.measured or 0.0, -c.score))
-    return Decision(problem, target, chosen, tuple(rows), decided_by=decided_by if backend == "auto" else "call" if chosen else "",
-                    basis=basis)
+        for c in rows.of(name):
+            if rows.eligible(c) and (best is None or c.score > best.score):
+                best = c
+    return best
 
 
-def _best(problem: Any, target: Target, allowed: list[Candidate]) -> tuple[Candidate | None, str]:
-    """(the candidate to take, what decided): a measurement before a rule, a rule before the model."""
-    if not allowed:
-        return None, ""
-    timed = [c for c in allowed if c.measured is not None]
-    if timed:
-        return min(timed, key=lambda c: c.measured or 0.0), "measurement"
-    # Rules have put them in order. The model has a say where none of its own speaks for the first: among those that only the rows
-    # for everything else name.
-    first = allowed[0]
-    equals = [c for c in allowed if c.general]
-    if first.general and len(equals) > 1:
-        predicted = {c.label: us for c in equals if (us := cost.predict(problem, target, c)) is not None}
-        if first.label in predicted:  # of the others those without figures stay behind it
-            best = min((c for c in equals if c.label in predicted), key=lambda c: predicted[c.label])
-            return best, "model"
-    return first, "rule"
+@lru_cache(maxsize=256)
+def _bounds(op: str, kind: str, capability: int, rows: int) -> dict[str, tuple[float, bool]]:
+    """backend -> (the highest score that a row can give it, whether a general row may), of the RULES that ``rows`` is the id of."""
+    found = {}
+    for name in backends():
+        may = [r for r in rules.RULES if r.backend == name and r.op in ("", op) and r.target_kind in ("", kind)
+               and (not r.capability or capability in r.capability)] or [rules.UNNAMED]
+        found[name] = max(r.score for r in may), any(r.general for r in may)
+    return found
 
 
-def _say_why_not_generated(problem: Any, chosen: Candidate, rows: list[Candidate]) -> None:
+def _by_model(rows: Rows, first: Candidate, names: tuple[str, ...]) -> tuple[Candidate, str]:
+    """Between candidates that only rows for everything else name the least predicted time wins. Those without figures take no part, and
+    where the first has none, it stays."""
+    if cost.predict(rows.problem, rows.target, first) is None:
+        return first, "rule"
+    bounds = _bounds(rows.problem.op, rows.target.kind, rows.target.capability, id(rules.RULES))
+    equals = [c for name in names if bounds[name][1] for c in rows.of(name) if rows.eligible(c) and c.general]
+    predicted = [(us, c) for c in equals if (us := cost.predict(rows.problem, rows.target, c)) is not None]
+    return min(predicted, key=lambda found: found[0])[1], "model"
+
+
+def _say_why_not_generated(problem: Any, chosen: Candidate, rows: Sequence[Candidate]) -> None:
     """A missing compiler makes every call slower: say it once, loudly. Other reasons are the problem's own: debug."""
     for c in rows:
-        if c.backend != "generated" or c.verdict.ok or chosen.backend == "generated":
+        if c.verdict.ok:
             continue
         loud = "compiler" in c.verdict.reason or "libnvrtc" in c.verdict.reason
         if loud and c.verdict.reason in _said:
@@ -187,4 +283,4 @@ def with_predictions(decision: Decision) -> Decision:
     """The decision with what the cost model says of every candidate that can run it: for explain."""
     rows = {c: replace(c, predicted=cost.predict(decision.problem, decision.target, c)) if c.verdict.ok else c for c in decision.candidates}
     chosen = rows.get(decision.chosen) if decision.chosen is not None else None
-    return replace(decision, rows=tuple(rows.values()), chosen=chosen)
+    return replace(decision, rows=tuple(rows.values()), chosen=chosen, every=None)

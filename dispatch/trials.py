@@ -63,7 +63,7 @@ class Outcome:
 
     def measurement(self) -> Measurement:
         t = self.trial
-        return Measurement(t.backend, t.kernel, as_fields(t.config), self.us, release_of(t.backend), self.note)
+        return Measurement(t.backend, t.kernel, as_fields(t.config), self.us, release_of(t.backend) or "", self.note)
 
 
 def trials_of(problem: Any, target: Target, rows: Sequence[Candidate], configs: int) -> list[Trial]:

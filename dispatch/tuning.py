@@ -140,9 +140,9 @@ class Tuner:
         if not possible:
             self.report.left[str(problem)] = possible.reason
             return None
-        rows = [c.settled() for c in select.candidates_of(problem, target)]
-        if not self.options.again and measured.times(problem, target, rows, True)[0]:
+        if not self.options.again and measured.times(problem, target, True)[0]:
             return None
+        rows = select.candidates_of(problem, target)
         trials = trials_of(problem, target, rows, self.options.configs)
         if not trials:
             self.report.left[str(problem)] = "no candidate but the reference can run it"

@@ -83,6 +83,8 @@ class Settings:
     max_jobs: int | None = _setting("KERNELGEN_MAX_JOBS", _positive, None, "most compile jobs at a time")
     check: bool = _setting("KERNELGEN_CHECK", _bool, False, "1: check tensor contents too (costs device syncs)")
     backend: str = _setting("KERNELGEN_BACKEND", _backend, "auto", "backend of calls that say backend='auto'")
+    assume_finite: bool = _setting("KERNELGEN_ASSUME_FINITE", _bool, False, "1: keys and values of attention hold no NaN or inf; then "
+                                   "libraries that let those of hidden keys through are taken like others")
     cpu_isa: str | None = _setting(
         "KERNELGEN_CPU_ISA", lambda n, t: _isa(n, t), None, "CPU instruction level, e.g. x86-64-v3 (default: best present)")
     cxx: str | None = _setting("CXX", lambda n, t: t, None, "C++ compiler command of the CPU backend (may carry arguments)")

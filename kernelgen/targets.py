@@ -44,6 +44,12 @@ _SM_COUNTS = {
 }
 
 
+@cache
+def _capability(arch: str) -> int:
+    match = re.fullmatch(r"sm_(\d+)[af]?", arch)
+    return int(match.group(1)) if match else 0
+
+
 @dataclass(frozen=True)
 class Target:
     """``arch`` is "sm_80", "sm_90a", ... or "cpu-x86-64-v3"; ``sm_count`` is the core count on a CPU."""
@@ -59,8 +65,7 @@ class Target:
     @property
     def capability(self) -> int:
         """90 for sm_90a; 0 for a CPU."""
-        match = re.fullmatch(r"sm_(\d+)[af]?", self.arch)
-        return int(match.group(1)) if match else 0
+        return _capability(self.arch)
 
     @property
     def isa(self) -> str:

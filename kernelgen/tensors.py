@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -36,6 +38,15 @@ class AttentionTensors(NamedTuple):
     v_factor: float = 1.0
 
 
+class HostLengths(NamedTuple):
+    """What a plan read on the host, for libraries that plan there: ``starts`` (B + 1) of the query rows, ``kv_lens`` (B) keys in use,
+    ``page_begin`` (B) where the page numbers of each request start."""
+
+    starts: npt.NDArray[np.int32]
+    kv_lens: npt.NDArray[np.int32]
+    page_begin: npt.NDArray[np.int32]
+
+
 class PlanArrays(NamedTuple):
     """What a plan keeps on the device of q; docs/design/attention_inference.md says what each array holds.
 
@@ -48,6 +59,7 @@ class PlanArrays(NamedTuple):
     num_items    bounds item_indptr[B]
     addresses    of q_indptr, kv_lens, page_begin, item_indptr, chunk, partial_out, partial_lse: all that kernels ask for, as
                  a view of each would cost a plan more than all its arithmetic
+    host         the lengths once more, where a library runs the plan: reading them back would wait for the device
     """
 
     lengths: torch.Tensor
@@ -58,21 +70,22 @@ class PlanArrays(NamedTuple):
     rows: int
     num_items: int
     addresses: tuple[int, int, int, int, int, int, int]
+    host: HostLengths | None = None
 
     @classmethod
     def make(
         cls, lengths: torch.Tensor, batch: int, pages: torch.Tensor, mask_indptr: torch.Tensor | None, partial: torch.Tensor | None,
-        rows: int, num_items: int,
+        rows: int, num_items: int, host: HostLengths | None = None,
     ) -> PlanArrays:
         first, step = lengths.data_ptr(), 4 * batch
         out = 0 if partial is None else partial.data_ptr()
         lse = 0 if partial is None else out + 4 * (partial.shape[0] - rows)
         return cls(lengths, batch, pages, mask_indptr, partial, rows, num_items,
-                   (first, first + step + 4, first + 2 * step + 4, first + 3 * step + 4, first + 4 * step + 8, out, lse))
+                   (first, first + step + 4, first + 2 * step + 4, first + 3 * step + 4, first + 4 * step + 8, out, lse), host)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, or what was pickled, has its own memory, and so its own addresses."""
-        return PlanArrays.make, (self.lengths, self.batch, self.pages, self.mask_indptr, self.partial, self.rows, self.num_items)
+        return PlanArrays.make, (self.lengths, self.batch, self.pages, self.mask_indptr, self.partial, self.rows, self.num_items, self.host)
 
     @property
     def q_indptr(self) -> torch.Tensor:

@@ -7,8 +7,9 @@ from importlib import import_module
 from kernelgen.dispatch.backends.base import Backend
 
 # Names of the public contract whose adapters are not part of this release: named in errors instead of "unknown".
-PLANNED = ("cudnn", "cublaslt", "flash_attn_2", "flash_attn_3", "flash_attn_4", "flashinfer", "triton")
-_MODULES = ("generated", "torch_native", "reference")
+PLANNED: tuple[str, ...] = ()
+_MODULES = ("generated", "torch_native", "cudnn", "cublaslt", "flash_attn_4", "flash_attn_3", "flash_attn_2", "flashinfer", "triton",
+            "reference")
 _loaded: dict[str, Backend] = {}
 
 

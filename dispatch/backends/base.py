@@ -19,12 +19,14 @@ class Properties:
     batch_invariant  a row's bits do not depend on the other rows or requests of the call
     graph_safe       may be captured in a CUDA graph and replayed with other contents of the same tensors
     backward         gradients flow through its results
+    hides_nonfinite  a NaN or inf of a key or value does not reach rows that may not see it
     """
 
     deterministic: bool = True
     batch_invariant: bool = False
     graph_safe: bool = True
     backward: bool = False
+    hides_nonfinite: bool = True
 
     def honour(self, problem: Any) -> Verdict:
         """Does the candidate promise what the problem asks for?"""

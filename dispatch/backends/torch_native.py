@@ -2,96 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from kernelgen.dispatch.backends import torch_attention
 from kernelgen.dispatch.backends.base import Backend, Properties
 from kernelgen.dispatch.backends.reference import deliver_product
-from kernelgen.problems.attention import AttentionProblem
+from kernelgen.dispatch.backends.torch_attention import FLOATS
 from kernelgen.problems.gemm import GemmProblem
 from kernelgen.targets import Target
 from kernelgen.verdicts import Verdict, first_no, no
 
-# The operator itself: a program may put kernelgen.sdpa in the place of torch.nn.functional's name for it.
-_sdpa = torch.ops.aten.scaled_dot_product_attention.default
-_FLOATS = ("fp64", "fp32", "bf16", "fp16")
-
-
-def _attention_verdict(p: AttentionProblem, target: Target) -> Verdict:
-    return first_no(
-        (p.layout == "dense", "scaled_dot_product_attention takes dense (B, S, H, D) only, got ragged"),
-        (p.q_dtype in _FLOATS and p.q_dtype == p.kv_dtype, f"needs one of {', '.join(_FLOATS)} for q, k, v; got {p.q_dtype}/{p.kv_dtype}"),
-        (p.out_dtype == p.q_dtype, f"the output has q's dtype {p.q_dtype}, got {p.out_dtype}"),
-        (not p.return_lse, "scaled_dot_product_attention returns no LSE"),
-        (not p.soft_cap, "scaled_dot_product_attention has no soft-cap"),
-        (not p.alibi, "ALiBi would need a float bias of the full score size"),
-        (not p.sinks, "scaled_dot_product_attention has no sinks"),
-        (p.variant is None, f"variant {p.variant} cannot be expressed"),
-        (not p.block_mask, "block masks cannot be expressed"),
-        (p.scales is None, "no fp8 scales"),
-        (not p.batch_invariant, "does not promise batch-invariant bits"),
-    )
-
-
-def _needs_mask(p: AttentionProblem) -> bool:
-    """torch's own causal flag is aligned top-left: it is ours only for equal lengths."""
-    return p.windowed or p.kv_lens or p.mask is not None or (p.causal and p.seq_q != p.seq_k)
-
-
-def _dense_mask(p: AttentionProblem, t: Any) -> torch.Tensor:
-    """Bool (B or 1, Hq or 1, Sq, Sk), True = may attend; bottom-right aligned to the keys in use."""
-    device = t.q.device
-    key = torch.arange(p.seq_k, device=device)
-    lengths = t.kv_lens.to(device) if t.kv_lens is not None else torch.tensor([p.seq_k], device=device)
-    lengths = lengths.view(-1, 1, 1, 1)
-    position = torch.arange(p.seq_q, device=device).view(1, 1, -1, 1) + lengths - p.seq_q
-    allowed = (key < lengths).expand(-1, 1, p.seq_q, -1)
-    left, right = p.window
-    if p.causal:
-        right = 0 if right is None else min(right, 0)
-    if right is not None:
-        allowed = allowed & (key <= position + right)
-    if left is not None:
-        allowed = allowed & (key >= position - left)
-    return allowed & t.mask if t.mask is not None else allowed
-
-
-def _attention(p: AttentionProblem) -> Callable[[Any], Any]:
-    masked, gqa = _needs_mask(p), p.num_q_heads != p.num_kv_heads
-    # cuDNN first where it is there: on an H200 it takes half the time of the others (tools/bench/results/h200_attention.json).
-    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-
-    def run(t: Any) -> Any:
-        q, k, v = (x.transpose(1, 2) for x in (t.q, t.k, t.v))
-        mask = _dense_mask(p, t) if masked else None
-        if mask is not None:
-            # torch weighs a hidden value with 0, and 0 * NaN is NaN: what no row of a key/value head may see is emptied.
-            seen = mask.any(-2).expand(-1, p.num_q_heads, -1) if mask.shape[1] > 1 else mask.any(-2)
-            if mask.shape[1] > 1 and gqa:
-                seen = seen.unflatten(1, (p.num_kv_heads, -1)).any(2)
-            k, v = (torch.where(seen.unsqueeze(-1), x, 0) for x in (k, v))
-        with sdpa_kernel(order, set_priority=True) if q.is_cuda else contextlib.nullcontext():
-            out = _sdpa(q, k, v, mask, 0.0, p.causal and not masked, scale=t.scale, enable_gqa=gqa)
-        if mask is not None:
-            # torch leaves NaN in a row without keys; the contract says 0.
-            out = torch.where(mask.any(-1, keepdim=True), out, 0)
-        out = out.transpose(1, 2)
-        if p.requires_grad:
-            return out, None
-        t.out.copy_(out)
-        return None
-
-    return run
-
 
 def _gemm_verdict(p: GemmProblem, target: Target) -> Verdict:
     return first_no(
-        (p.a_dtype in _FLOATS and p.a_dtype == p.b_dtype, f"needs one of {', '.join(_FLOATS)} for a and b; got {p.a_dtype}/{p.b_dtype}"),
+        (p.a_dtype in FLOATS and p.a_dtype == p.b_dtype, f"needs one of {', '.join(FLOATS)} for a and b; got {p.a_dtype}/{p.b_dtype}"),
         (p.scales is None and p.out_scale is None, "no scales"),
         (p.weight_format is None, f"packed weights {p.weight_format}"),
     )
@@ -125,7 +53,7 @@ def _gemm(p: GemmProblem) -> Callable[[Any], Any]:
             x = x + t.bias
         x = apply_activation(x, p.activation, p.gate_up)
         if t.c is not None and t.beta != 0:  # as in BLAS, a zero beta does not read c
-            x = x + t.beta * t.c
+            x = torch.add(x, t.c, alpha=t.beta)  # beta * c in c's own type would be one rounding more
         if p.requires_grad:
             return x.to(t.out.dtype)
         t.out.copy_(x)
@@ -153,27 +81,33 @@ def _silu_and_mul(p: Any) -> Callable[[Any], Any]:
     return run
 
 
-_VERDICTS: dict[str, Callable[[Any, Target], Verdict]] = {"attention": _attention_verdict, "gemm": _gemm_verdict}
-_PREPARE: dict[str, Callable[[Any], Callable[[Any], Any]]] = {
-    "attention": _attention, "gemm": _gemm, "rmsnorm": _rmsnorm, "silu_and_mul": _silu_and_mul,
-}
+_VERDICTS: dict[str, Callable[[Any, Target], Verdict]] = {"gemm": _gemm_verdict}
+_PREPARE: dict[str, Callable[[Any], Callable[[Any], Any]]] = {"gemm": _gemm, "rmsnorm": _rmsnorm, "silu_and_mul": _silu_and_mul}
 
 
 class Torch(Backend):
     name = "torch"
 
     def candidates(self, problem: Any, target: Target, live: bool) -> Iterator[tuple[str, Any, Verdict]]:
+        if problem.op == "attention":
+            for kernel, verdict in torch_attention.rows(problem, target):
+                yield kernel, None, verdict
+            return
         if problem.op not in _PREPARE:
             yield "", None, no(f"torch has no operator for {problem.op}")
             return
         check = _VERDICTS.get(problem.op)
-        yield "", None, check(problem, target) if check else Verdict(problem.dtype in _FLOATS, f"{problem.dtype}")
-
-    def properties(self, problem: Any, kernel: str) -> Properties:
-        return Properties(backward=True)
+        yield "", None, check(problem, target) if check else Verdict(problem.dtype in FLOATS, f"{problem.dtype}")
 
     def prepare(self, problem: Any, target: Target, kernel: str, config: Any, tensors: Any) -> Callable[[Any], Any]:
+        if problem.op == "attention":
+            return torch_attention.prepare(problem, kernel)
         return _PREPARE[problem.op](problem)
+
+    def properties(self, problem: Any, kernel: str) -> Properties:
+        if problem.op == "attention":
+            return torch_attention.properties(problem, kernel)
+        return Properties(backward=True)
 
 
 BACKEND = Torch()

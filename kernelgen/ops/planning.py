@@ -14,7 +14,7 @@ from kernelgen.guard import whole
 from kernelgen.kernels.attention.schedule import Division, Ints, Schedule, item_bound, make_schedule
 from kernelgen.launch.plan import DIVISION, SIZES, host_address, plan_functions
 from kernelgen.ops.page_table import PageTable, on_host
-from kernelgen.tensors import PlanArrays
+from kernelgen.tensors import HostLengths, PlanArrays
 
 # Any cut serves a backend that does not look at items.
 _NO_DIVISION = Division(block_rows=1 << 20, slots=1)
@@ -204,7 +204,10 @@ def make_arrays(batch: Batch, shape: Shape, device: torch.device) -> PlanArrays:
     rows = partial_rows(items, shape)
     partial = workspace(rows, shape, device) if split and shape.division else None
     mask = _mask_starts(batch).to(device) if shape.mask else None
-    return PlanArrays.make(buffer, size, pages, mask, partial, rows, items)
+    # No kernel of ours without a division of its items: copies, as a plan does not look at the caller's lengths again.
+    known = shape.division is None
+    host = HostLengths(batch.starts.numpy().copy(), batch.kv_lens.copy(), page_begin(batch.table).copy()) if known else None
+    return PlanArrays.make(buffer, size, pages, mask, partial, rows, items, host)
 
 
 def make_bounded_arrays(batch: int, bounds: GraphBounds, max_pages: int, shape: Shape, device: torch.device) -> PlanArrays:

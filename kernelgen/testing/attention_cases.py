@@ -109,7 +109,7 @@ AXES: dict[str, tuple[Any, ...]] = {
 
 
 def specs(count: int, *, seed: int = 3, axes: dict[str, tuple[Any, ...]] | None = None) -> list[Spec]:
-    """At least ``count`` different specs such that each pair of values of two axes occurs; the same on every run."""
+    """At least ``count`` different specs, if there are, such that each pair of values of two axes occurs; always the same."""
     table = AXES | (axes or {})
     rng = random.Random(seed)
     names = list(table)
@@ -119,8 +119,9 @@ def specs(count: int, *, seed: int = 3, axes: dict[str, tuple[Any, ...]] | None 
     def pairs(values: dict[str, Any]) -> set[tuple[Any, ...]]:
         return {(a, values[a], b, values[b]) for a, b in itertools.combinations(names, 2)}
 
-    while missing or len(found) < count:
-        tries = []
+    idle = 0
+    while missing or (len(found) < count and idle < 1000):
+        tries, before = [], len(found)
         for _ in range(30 if missing else 1):
             values = {name: rng.choice(options) for name, options in table.items()}
             if missing:
@@ -130,6 +131,7 @@ def specs(count: int, *, seed: int = 3, axes: dict[str, tuple[Any, ...]] | None 
         values = max(tries, key=lambda pair: pair[0])[1]
         missing -= pairs(values)
         found[Spec(**values).normal()] = None
+        idle = idle + 1 if len(found) == before else 0
     return list(found)
 
 

@@ -92,7 +92,7 @@ def _plain(a: torch.Tensor, b: Weight, dtype: torch.dtype, features: dict[str, A
 
 def check_gemm(
     a: torch.Tensor, b: Weight, *, seed: int, what: str, out_dtype: torch.dtype | None = None, out_pad: int = 0,
-    c: torch.Tensor | None = None, beta: float = 1.0, **features: Any,
+    c: torch.Tensor | None = None, beta: float = 1.0, backend: str = "generated", **features: Any,
 ) -> torch.Tensor:
     """Run twice into poisoned outputs, compare with the float64 reference and with itself. Returns the result.
 
@@ -106,7 +106,7 @@ def check_gemm(
     for _ in range(2):
         buffer = poison_(torch.empty(*exact.shape[:-1], exact.shape[-1] + out_pad, dtype=dtype, device=a.device))
         out = buffer[..., : exact.shape[-1]]
-        got = kernelgen.gemm(a, b, out=out, c=c, beta=beta, backend="generated", out_dtype=out_dtype, **features)
+        got = kernelgen.gemm(a, b, out=out, c=c, beta=beta, backend=backend, out_dtype=out_dtype, **features)
         assert got.data_ptr() == out.data_ptr() and got.shape == exact.shape, what
         if out_pad and not bool(buffer[..., exact.shape[-1]:].isnan().all()):
             raise AssertionError(f"{what}: wrote behind the rows of out")

@@ -67,7 +67,7 @@ def test_unknown_and_planned_backends() -> None:
     q, k, v = _qkv()
     with pytest.raises(NoBackendError, match=r"got backend='cuddn', expected 'auto' or one of .*did you mean 'cudnn'"):
         kernelgen.attention(q, k, v, backend="cuddn")
-    with pytest.raises(NoBackendError, match="no adapter"):
+    with pytest.raises(NoBackendError, match="not installed|cudnn .* needs|runs on"):
         kernelgen.attention(q, k, v, backend="cudnn")
 
 

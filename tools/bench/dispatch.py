@@ -123,7 +123,7 @@ def measure(todo: list[Case], target: Target, options: Options, without: tuple[s
             if time.perf_counter() - start > budget:
                 return
             problem = case.problem(target)
-            rows = [c.settled() for c in select.candidates_of(problem, target)]
+            rows = select.candidates_of(problem, target)
             trials = [t for t in trials_of(problem, target, rows, 1) if t.backend not in without]
             chosen = select.choose(problem, target).chosen
             outcomes = worker.run(problem, target, {}, trials, options)

@@ -72,7 +72,7 @@ def test_auto_sets_it_aside_and_says_so_once(fails: str, library: Callable[..., 
     with caplog.at_level(logging.WARNING, logger="kernelgen"):
         for _ in range(3):
             torch.testing.assert_close(kernelgen.gemm(_A, _B), _A @ _B)
-    said = [r.getMessage() for r in caplog.records]
+    said = [text for r in caplog.records if "so far" not in (text := r.getMessage())]  # a build may report its progress
     assert len(said) == 1 and "cublaslt failed for gemm[" in said[0] and "no execution plan supports the graph" in said[0]
     assert "and more" not in said[0] and made.calls == (fails == "run")
     decision = kernelgen.explain("gemm", _A, _B)

@@ -69,8 +69,7 @@ def test_operands_are_such_that_candidates_are_right(line: str) -> None:
     problem = call_decision(line, HERE).problem
     assert operands.can_make(problem)
     bench = Bench(problem, HERE, None, samples=1)
-    rows = [c.settled() for c in select.candidates_of(problem, HERE)]
-    found = trials.trials_of(problem, HERE, rows, 1)
+    found = trials.trials_of(problem, HERE, select.candidates_of(problem, HERE), 1)
     assert found
     for trial in found:
         assert bench.check(trial), trial.name
