@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from kernelgen.targets import Target
@@ -197,8 +196,8 @@ RULES: tuple[Rule, ...] = (
     Rule("", "generated", 60, "specialised for this problem", general=True),
     Rule("", "torch", 40, "works everywhere torch does", general=True),
     Rule("", "reference", 1, "slow eager float64 version"),
-    Rule("", "cudnn", 35, "cuDNN by its own graphs (unmeasured: below everything that was)"),
-    Rule("", "flash_attn_4", 34, "FlashAttention-4 (unmeasured)"),
+    Rule("", "cudnn", 35, "cuDNN by its own graphs: below everything that rules know; where it was measured, times decide"),
+    Rule("", "flash_attn_4", 34, "FlashAttention-4: where it was measured, times decide"),
     Rule("", "flash_attn_3", 33, "FlashAttention-3 (unmeasured)"),
     Rule("", "flash_attn_2", 32, "FlashAttention-2 (unmeasured)"),
     Rule("gemm", "cublaslt", 71, "cuBLAS takes 0.92 - 1.01 x the time of our products at M = 256, 0.87 - 0.99 x of narrow ones from there "
@@ -222,16 +221,50 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def rule_of(backend: str, kernel: str, problem: Any, target: Target) -> Rule | None:
-    """The first row that names a candidate."""
-    return next((rule for rule in _rows_of(backend, id(RULES)) if rule.matches(backend, kernel, problem, target)), None)
-
-
-@cache
-def _rows_of(backend: str, rows: int) -> tuple[Rule, ...]:
-    """The rows of a backend, of the RULES that ``rows`` is the id of."""
-    return tuple(rule for rule in RULES if rule.backend == backend)
-
-
 # Of a library that no row names: behind everything that was measured or written for the problem, before the oracle.
 UNNAMED = Rule("", "", 20, "no rule names it: it was not measured")
+
+
+def rule_of(backend: str, kernel: str, problem: Any, target: Target) -> Rule | None:
+    """The first row that names a candidate."""
+    return next((rule for rule in _index().of(backend) if rule.matches(backend, kernel, problem, target)), None)
+
+
+def bound(backend: str, op: str, target: Target) -> tuple[float, bool]:
+    """(the highest score that a row can give a backend for an op on such a target, whether a row for everything else may)."""
+    return _index().bound(backend, op, target.kind, target.capability)
+
+
+class _Index:
+    """What is worked out of RULES once: a choice asks for it with every candidate."""
+
+    def __init__(self, rows: tuple[Rule, ...]) -> None:
+        self.rows = rows
+        self._of: dict[str, tuple[Rule, ...]] = {}
+        self._bounds: dict[tuple[str, str, str, int], tuple[float, bool]] = {}
+
+    def of(self, backend: str) -> tuple[Rule, ...]:
+        found = self._of.get(backend)
+        if found is None:
+            found = self._of[backend] = tuple(rule for rule in self.rows if rule.backend == backend)
+        return found
+
+    def bound(self, backend: str, op: str, kind: str, capability: int) -> tuple[float, bool]:
+        key = (backend, op, kind, capability)
+        found = self._bounds.get(key)
+        if found is None:
+            may = [r for r in self.of(backend) if r.op in ("", op) and r.target_kind in ("", kind)
+                   and (not r.capability or capability in r.capability)] or [UNNAMED]
+            found = self._bounds[key] = (max(r.score for r in may), any(r.general for r in may))
+        return found
+
+
+_last: _Index | None = None
+
+
+def _index() -> _Index:
+    """Of RULES as they are: tests put others in their place."""
+    global _last
+    if _last is None or _last.rows is not RULES:
+        _last = _Index(RULES)
+    return _last

@@ -6,7 +6,6 @@ import difflib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 from kernelgen.dispatch import aside, cost, measured, rules
@@ -69,10 +68,6 @@ def candidates_of(problem: Any, target: Target, live: bool = True) -> list[Candi
     return [c.settled() for name in backends() for c in rows.of(name)]
 
 
-_LETS_THROUGH = ("lets a NaN or inf of a hidden key or value through to rows of its tile (KERNELGEN_ASSUME_FINITE=1 says that there are "
-                 "none)")
-
-
 def hides_values(problem: Any) -> bool:
     """Does an attention problem hide keys that are in use from some of its rows?"""
     p = problem
@@ -116,7 +111,7 @@ class Rows:
                 verdict = no(reason)
             note = rule.note
             if self.strict and not promised.hides_nonfinite:
-                note = f"not by auto: {_LETS_THROUGH}; {note}"
+                note = f"not taken by auto (KERNELGEN_ASSUME_FINITE=1 allows it); {note}"
             yield Candidate(adapter.name, kernel, config, verdict, rule.score, note, promised, rule.general)
 
     def eligible(self, c: Candidate) -> bool:
@@ -185,9 +180,9 @@ def _best(rows: Rows, names: tuple[str, ...]) -> tuple[Candidate | None, str]:
 def _first(rows: Rows, names: tuple[str, ...]) -> Candidate | None:
     """The highest score among what can run the problem. Backends that no row puts above it are not asked."""
     best: Candidate | None = None
-    bounds = _bounds(rows.problem.op, rows.target.kind, rows.target.capability, id(rules.RULES))
-    for name in sorted(names, key=lambda name: -bounds[name][0]):
-        if best is not None and best.score >= bounds[name][0]:
+    bounds = {name: rules.bound(name, rows.problem.op, rows.target)[0] for name in names}
+    for name in sorted(names, key=lambda name: -bounds[name]):
+        if best is not None and best.score >= bounds[name]:
             break
         for c in rows.of(name):
             if rows.eligible(c) and (best is None or c.score > best.score):
@@ -195,24 +190,13 @@ def _first(rows: Rows, names: tuple[str, ...]) -> Candidate | None:
     return best
 
 
-@lru_cache(maxsize=256)
-def _bounds(op: str, kind: str, capability: int, rows: int) -> dict[str, tuple[float, bool]]:
-    """backend -> (the highest score that a row can give it, whether a general row may), of the RULES that ``rows`` is the id of."""
-    found = {}
-    for name in backends():
-        may = [r for r in rules.RULES if r.backend == name and r.op in ("", op) and r.target_kind in ("", kind)
-               and (not r.capability or capability in r.capability)] or [rules.UNNAMED]
-        found[name] = max(r.score for r in may), any(r.general for r in may)
-    return found
-
-
 def _by_model(rows: Rows, first: Candidate, names: tuple[str, ...]) -> tuple[Candidate, str]:
     """Between candidates that only rows for everything else name the least predicted time wins. Those without figures take no part, and
     where the first has none, it stays."""
     if cost.predict(rows.problem, rows.target, first) is None:
         return first, "rule"
-    bounds = _bounds(rows.problem.op, rows.target.kind, rows.target.capability, id(rules.RULES))
-    equals = [c for name in names if bounds[name][1] for c in rows.of(name) if rows.eligible(c) and c.general]
+    general = [name for name in names if rules.bound(name, rows.problem.op, rows.target)[1]]
+    equals = [c for name in general for c in rows.of(name) if rows.eligible(c) and c.general]
     predicted = [(us, c) for c in equals if (us := cost.predict(rows.problem, rows.target, c)) is not None]
     return min(predicted, key=lambda found: found[0])[1], "model"
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import kernelgen
+from kernelgen import settings
 from kernelgen.dispatch import rules, select
 from kernelgen.dispatch.backends import backends
 from kernelgen.dispatch.backends.base import Backend, Properties
@@ -138,3 +139,53 @@ def test_gradients_and_batch_invariance_are_promises_too(library: Callable[..., 
     row = next(c for c in attention.candidates if c.backend == "cublaslt")
     assert "batch_invariant=True is asked for" in row.verdict.reason and attention.chosen is not None
     assert attention.chosen.properties.batch_invariant
+
+
+class _Leaky(_Library):
+    """A library of attention: right, but for NaN of hidden values."""
+
+    name = "flash_attn_4"
+
+    def prepare(self, problem: Any, target: Any, kernel: str, config: Any, tensors: Any) -> Callable[[Any], Any]:
+        return backends()["reference"].prepare(problem, target, "", None, tensors)
+
+
+@pytest.fixture
+def leaky(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    made = _Leaky("never", RuntimeError())
+    monkeypatch.setattr("kernelgen.dispatch.backends._loaded", backends() | {"flash_attn_4": made})
+    monkeypatch.setattr(rules, "RULES", (rules.Rule("attention", "flash_attn_4", 99, "for this test"), *rules.RULES))
+    select.forget()
+    yield
+    monkeypatch.undo()
+    select.forget()
+
+
+@pytest.mark.parametrize("hides, kwargs", [
+    (False, {}), (True, {"causal": True}), (True, {"window": (3, 0)}), (True, {"mask": torch.ones(6, 6, dtype=torch.bool)}),
+    (False, {"kv_lens": torch.tensor([4], dtype=torch.int32)}),
+])
+def test_nan_of_hidden_values_keeps_auto_away(hides: bool, kwargs: dict[str, Any], leaky: None) -> None:
+    q = torch.randn(1, 6, 2, 16)
+    decision = kernelgen.explain("attention", q, q, q, **kwargs)
+    assert decision.chosen is not None and (decision.chosen.backend == "generated") == hides
+    row = next(c for c in decision.candidates if c.backend == "flash_attn_4")
+    assert row.verdict.ok and row.properties.hides_nonfinite != hides and ("KERNELGEN_ASSUME_FINITE=1" in row.note) == hides
+    named = kernelgen.explain("attention", q, q, q, backend="flash_attn_4", **kwargs)
+    assert named.chosen is not None and named.chosen.backend == "flash_attn_4"
+    with settings.override(assume_finite=True):
+        select.forget()
+        finite = kernelgen.explain("attention", q, q, q, **kwargs)
+        assert finite.chosen is not None and finite.chosen.backend == "flash_attn_4"
+
+
+def test_a_decode_hides_nothing_and_the_oracle_is_no_rival(leaky: None) -> None:
+    q, k = torch.randn(1, 1, 2, 16), torch.randn(1, 9, 2, 16)
+    decode = kernelgen.explain("attention", q, k, k, causal=True)
+    assert decode.chosen is not None and decode.chosen.backend == "flash_attn_4"
+    k64 = k.double()  # no generated kernel of a GPU takes it: what lets NaN through is better than float64 in torch operators
+    decision = kernelgen.explain("attention", k64, k64, k64, causal=True, target="sm_90a")
+    assert decision.chosen is not None and decision.chosen.backend == "flash_attn_4"
+    grad = q.clone().requires_grad_()
+    with_gradient = kernelgen.explain("attention", grad, k, k, causal=True)
+    assert with_gradient.chosen is not None and with_gradient.chosen.properties.backward
