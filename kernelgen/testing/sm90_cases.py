@@ -58,6 +58,9 @@ _GROUPED: dict[str, tuple[Grouped, Any]] = {
     "grouped-k": (Grouped("k", (70, 0, 5, 130), Product(264, 136, 200, "bf16"), spare=3), Config(2, 2, 128, 4)),
     "grouped-blocks": (Grouped("rows", (70, 0, 5, 130), _BLOCKS, spare=3), Config(1, 2, 128, 5, parts=2)),
     "grouped-turns": (Grouped("rows", (70, 0, 5, 130), Product(264, 136, 200, "bf16"), spare=3), Config(2, 2, 128, 5, pingpong=True)),
+    "grouped-dealt": (Grouped("rows", (70, 0, 5, 130), _BLOCKS, spare=3), Config(1, 2, 128, 5, parts=2, dealt=True)),
+    "grouped-dealt-turns": (Grouped("masked", (70, 0, 5, 130) * 8, Product(264, 1360, 200, "bf16"), spare=3),
+                            Config(2, 2, 128, 5, pingpong=True, dealt=True)),
 }
 
 

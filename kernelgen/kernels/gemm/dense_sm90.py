@@ -13,6 +13,7 @@ from typing import Any
 
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
+from kernelgen.kernels.gemm import counters
 from kernelgen.kernels.gemm.activations import splits
 from kernelgen.kernels.gemm.dense_configs import FITS, GATHERED, GROUPED, MEASURED, QUANTIZING, Config, Fit, Measured
 from kernelgen.kernels.gemm.mma import RESERVED_SHARED_MEMORY
@@ -47,7 +48,7 @@ from kernelgen.verdicts import Verdict, first_no
 
 # struct DenseSm90Params of dense_params.cuh.
 PARAMS = ParamStruct((
-    *((name, "ptr") for name in (*POINTERS, "out_scale", "ends", "rows")), *((name, "i64") for name in (
+    *((name, "ptr") for name in (*POINTERS, "out_scale", "ends", "rows", "counter")), *((name, "i64") for name in (
         "c_batch", "c_row", "out_batch", "out_row", "bias_batch", "scale_a_batch", "scale_b_batch", "out_scale_batch", "out_scale_row",
         "out_scale_block")),
     *((name, "i32") for name in (
@@ -57,6 +58,7 @@ PARAMS = ParamStruct((
 ENTRY = "gemm_dense_sm90"
 
 _SLAB_BYTES = MMA_ROWS * ROW_BYTES
+_TILE_SLOTS_BYTES = 128  # TileSlots::kBytes of dealt_tiles_sm90.cuh
 # Accumulators that leave a consumer's 240, 232 or 160 registers room for addresses and the epilogue.
 _MAX_SUMS = {1: 200, 2: 200, 3: 112}
 _MAX_RESIDENT_SUMS = {1: 200, 2: 96}  # of two blocks in an SM: ptxas gives a thread 128 registers
@@ -70,7 +72,8 @@ def shared_memory(problem: GemmProblem, config: Config) -> int:
     arrays = (p.scales in ("tensor", "row")) + p.bias if c.split_k == 1 and p.scales not in BLOCK_RECIPES else 0
     staged = c.consumers * arrays * round_up(4 * c.block_n, 128)
     stage = (c.block_m + c.block_n) * ROW_BYTES + _bytes_of_scales(p, c)
-    return max(c.stages * stage + slabs + staged, _left_sums(p, c)) + round_up(2 * c.stages * 8, 128)
+    slots = _TILE_SLOTS_BYTES if c.dealt else 0
+    return max(c.stages * stage + slabs + staged, _left_sums(p, c)) + round_up(2 * c.stages * 8, 128) + slots
 
 
 def tma_out(problem: GemmProblem, config: Config) -> bool:
@@ -142,6 +145,7 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
          f"config {c}: only promoted sums are taken in parts, of a multiple of 8 columns"),
         (c.slabs in (1, 2, 4), f"config {c}: 1, 2 or 4 slabs"),
         (c.cluster_m in (1, 2) and c.cluster_n in (1, 2), f"config {c}: clusters of up to 2 x 2"),
+        (not c.dealt or problem.op == "grouped_gemm", f"config {c}: only tiles of groups are dealt out"),
         (c.split_k in (1, 2, 4, 8), f"config {c}: 1, 2, 4 or 8 blocks share K"),
         (c.split_k == 1 or c.blocks == c.split_k and not c.pingpong,
          f"config {c}: blocks that share K have one tile, and nothing to multicast or to take turns in"),
@@ -309,7 +313,7 @@ def spec_of(problem: GemmProblem, target: Target, config: Config, entry: str, gr
     parameters = options(
         p, c.block_n // c.parts, mma_m=c.mma_m, consumers=c.consumers, block_n=c.block_n, parts=c.parts, stages=c.stages,
         cluster_m=c.cluster_m, cluster_n=c.cluster_n, split_k=c.split_k, resident=c.resident, band_rows=c.band_rows,
-        pingpong=c.pingpong, slabs=c.slabs, tma_out=tma_out(p, c), quantize=quantizes(p), gather=p.gathered,
+        pingpong=c.pingpong, slabs=c.slabs, tma_out=tma_out(p, c), quantize=quantizes(p), gather=p.gathered, dealt=c.dealt,
         shared_memory=shared_memory(p, c),
         entry=entry, grouping=grouping)
     return KernelSpec.make(
@@ -364,10 +368,15 @@ def closure(problem: GemmProblem, config: Config, kernel: Any, tensors: Any, til
         **dict(zip(("out_scale_batch", "out_scale_row", "out_scale_block"), t.out_scale.stride() if p.out_scale else (0, 0, 0)))})
     blank, pack, pointers = bytes(128 * len(PARAMS.tensor_maps)), PARAMS.pointer_packer.pack, addresses(p)
     grouped, gathered, codes = p.op == "grouped_gemm", p.gathered, p.out_scale is not None
+    dealt, device = c.dealt, t.a.device.index or 0
+    if dealt and t.a.device.type == "cuda":
+        counters.provide(device)
 
     def run(t: Any) -> None:
+        counter, memory = counters.counter(device) if dealt else (0, None)
         launch(blank + pack(*pointers(t), t.out_scale.data_ptr() if codes else 0, t.ends.data_ptr() if grouped else 0,
-                            t.rows.data_ptr() if gathered else 0) + tail)
+                            t.rows.data_ptr() if gathered else 0, counter) + tail)
+        del memory
 
     return run
 

@@ -58,6 +58,7 @@ def legal(problem: GroupedGemmProblem, target: Target, config: Config) -> Verdic
          f"config {c}: results on their way to codes do not fit beside the sums"),
         (not (splits(problem) and problem.scales in BLOCK_RECIPES and c.block_n == 192),
          f"config {c}: halves of a gate have 6 scales of columns, which do not fit beside the sums"),  # 20 bytes
+        (not c.dealt or problem.grouping != "k", f"config {c}: groups of k have equal tiles"),
         (problem.grouping != "k" or not c.pingpong, f"config {c}: consumers that take turns need the same depth"),
     )
 
@@ -134,6 +135,8 @@ def coverage() -> Iterable[tuple[GroupedGemmProblem, Config | None]]:
                             (fp8, Config(1, 1, 128, 8)), (quantized, Config(1, 1, 256, 5, parts=4)),
                             (replace(fp8, scales="row"), Config(1, 1, 128, 8))):
         yield GatheredGemmProblem(**vars(problem), tokens=512), config
+    yield replace(base, grouping="masked"), Config(2, 2, 128, 5, pingpong=True, dealt=True)
+    yield GatheredGemmProblem(**vars(quantized), tokens=512), Config(1, 1, 256, 5, parts=4, dealt=True)
 
 
 FAMILY = KernelFamily(

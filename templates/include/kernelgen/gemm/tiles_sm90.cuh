@@ -2,7 +2,7 @@
 //
 //   struct Tiles { bool find(p, index, tile); }   true and the tile, false behind the last one
 //
-// All lanes of a warp call find() together, with indices that never fall. With groups of rows the number of tiles is known on the
+// Who asks for which index: dealt_tiles_sm90.cuh. All lanes of a warp call find() together, with indices that never fall. With groups of rows the number of tiles is known on the
 // device alone: they are counted over the groups one behind the other, 32 groups at a time from that of the tile before. Ends that
 // fall or leave the matrix are cut off. (With the index counted from the group's first tile, taken off in find(), kernels of several
 // rounds failed on an H200, though the tiles are the same: lanes of the copying warp are not together there.)
@@ -97,7 +97,7 @@ struct RowGroupTiles {
     return false;
   }
 
-  // The tile's row, turned by one in each round of the grid: else equal groups of two tiles, the second of few rows, would give every other
+  // The tile's row. Where each block has every so manieth tile it is turned by one in each round of the grid: else equal groups of two tiles, the second of few rows, would give every other
   // block all the full ones (32 groups of 192 rows, H200: as long as for 256).
   __device__ int turned(const TilePosition& at, int index) const {
     const int band = at.m / Product::kBandRows * Product::kBandRows, in_band = min(Product::kBandRows, tiles_of(rows) - band);
@@ -107,14 +107,19 @@ struct RowGroupTiles {
   __device__ bool find(const DenseSm90Params& p, int index, OutputTile& tile) {
     if (index >= first + tiles_of(rows) * p.tiles_n && !find_group(p, index)) return false;
     const TilePosition at = TileWalk<Product::kBandRows>{tiles_of(rows), p.tiles_n, tiles_of(rows) * p.tiles_n}.at(index - first);
-    tile.m = begin + turned(at, index) * Product::kBlockM;
-    tile.n = at.n * Product::kOutputs;
-    tile.row_end = begin + rows;
+    const int row = Product::kDealt ? at.m : turned(at, index);
+    fill(tile, p, begin + row * Product::kBlockM, at.n * Product::kOutputs, begin + rows, group);
+    return true;
+  }
+
+  __device__ static void fill(OutputTile& tile, const DenseSm90Params& p, int m, int n, int row_end, int group) {
+    tile.m = m;
+    tile.n = n;
+    tile.row_end = row_end;
     tile.batch_b = tile.batch_bias = group;
     tile.batch = tile.batch_a = kGrouping == Grouping::kMasked ? group : 0;
     tile.k_begin = tile.k_first = 0;
     tile.k_end = p.k;
-    return true;
   }
 };
 
