@@ -140,8 +140,9 @@ class MoeProblem:
 class MoeSortProblem:
     """The slots (tokens, k) grouped by expert, in the order of (token, slot) within one.
 
-    id_dtype    "int32" or "int64"
-    expert_map  as in MoeProblem
+    id_dtype      "int32" or "int64"
+    expert_map    as in MoeProblem
+    weight_dtype  of the slots' weights, that rows get; None: they get none
     """
 
     tokens: int
@@ -150,6 +151,7 @@ class MoeSortProblem:
     id_dtype: str = "int32"
     expert_map: str | None = None
     requires_grad: bool = False
+    weight_dtype: str | None = None
 
     op = "moe_sort"
 
@@ -159,6 +161,7 @@ class MoeSortProblem:
 
     def __str__(self) -> str:
         words = f" map={self.expert_map}" if self.expert_map else ""
+        words += f" weights={self.weight_dtype}" if self.weight_dtype else ""
         return f"moe_sort[t={self.tokens} k={self.k} e={self.experts} {self.id_dtype}{words}{flag_words(grad=self.requires_grad)}]"
 
 

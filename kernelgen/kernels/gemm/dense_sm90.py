@@ -48,7 +48,7 @@ from kernelgen.verdicts import Verdict, first_no
 
 # struct DenseSm90Params of dense_params.cuh.
 PARAMS = ParamStruct((
-    *((name, "ptr") for name in (*POINTERS, "out_scale", "ends", "rows", "counter")), *((name, "i64") for name in (
+    *((name, "ptr") for name in (*POINTERS, "out_scale", "ends", "rows", "counter", "row_weights")), *((name, "i64") for name in (
         "c_batch", "c_row", "out_batch", "out_row", "bias_batch", "scale_a_batch", "scale_b_batch", "out_scale_batch", "out_scale_row",
         "out_scale_block")),
     *((name, "i32") for name in (
@@ -313,7 +313,8 @@ def spec_of(problem: GemmProblem, target: Target, config: Config, entry: str, gr
     parameters = options(
         p, c.block_n // c.parts, mma_m=c.mma_m, consumers=c.consumers, block_n=c.block_n, parts=c.parts, stages=c.stages,
         cluster_m=c.cluster_m, cluster_n=c.cluster_n, split_k=c.split_k, resident=c.resident, band_rows=c.band_rows,
-        pingpong=c.pingpong, slabs=c.slabs, tma_out=tma_out(p, c), quantize=quantizes(p), gather=p.gathered, dealt=c.dealt,
+        pingpong=c.pingpong, slabs=c.slabs, tma_out=tma_out(p, c), quantize=quantizes(p), gather=p.gathered, scatter=p.scattered,
+        dealt=c.dealt,
         shared_memory=shared_memory(p, c),
         entry=entry, grouping=grouping)
     return KernelSpec.make(
@@ -333,7 +334,7 @@ def _maps(problem: GemmProblem, config: Config, t: Any, box_a: int) -> list[Any]
         maps.append(tensor_map("map_a", "a", t.a if major_a else t.a.mT, (k, box_a) if major_a else (MMA_ROWS, k)))
     maps.append(tensor_map("map_b", "b", t.b.mT if major_b else t.b, (k, c.block_n // boxes_b) if major_b else (MMA_ROWS, k)))
     out_bytes = DTYPES[p.out_dtype].bytes
-    if tma_out(p, c):
+    if tma_out(p, c) and not p.scattered:
         columns, outputs = ROW_BYTES // out_bytes, c.block_n // (2 if p.gated else 1)
         maps.append(tensor_map("map_out", "out", t.out, (columns, MMA_ROWS)))
         maps.append(tensor_map("map_rest", "out", t.out, (outputs % columns or columns, MMA_ROWS), swizzled=outputs % columns == 0))
@@ -367,7 +368,7 @@ def closure(problem: GemmProblem, config: Config, kernel: Any, tensors: Any, til
         "scales_by_tma": int(by_tma), "a_row": t.a.stride(1) * DTYPES[p.a_dtype].bytes // 16 if p.gathered else 0,
         **dict(zip(("out_scale_batch", "out_scale_row", "out_scale_block"), t.out_scale.stride() if p.out_scale else (0, 0, 0)))})
     blank, pack, pointers = bytes(128 * len(PARAMS.tensor_maps)), PARAMS.pointer_packer.pack, addresses(p)
-    grouped, gathered, codes = p.op == "grouped_gemm", p.gathered, p.out_scale is not None
+    grouped, with_rows, scattered, codes = p.op == "grouped_gemm", p.gathered or p.scattered, p.scattered, p.out_scale is not None
     dealt, device = c.dealt, t.a.device.index or 0
     if dealt and t.a.device.type == "cuda":
         counters.provide(device)
@@ -375,7 +376,7 @@ def closure(problem: GemmProblem, config: Config, kernel: Any, tensors: Any, til
     def run(t: Any) -> None:
         counter, memory = counters.counter(device) if dealt else (0, None)
         launch(blank + pack(*pointers(t), t.out_scale.data_ptr() if codes else 0, t.ends.data_ptr() if grouped else 0,
-                            t.rows.data_ptr() if gathered else 0, counter) + tail)
+                            t.rows.data_ptr() if with_rows else 0, counter, t.row_weights.data_ptr() if scattered else 0) + tail)
         del memory
 
     return run

@@ -24,7 +24,8 @@
 // lies in the rest of the stage is multiplied, and not stored, but for a consumer's second 64 rows, which it leaves out where none of
 // them is the group's. A group of k may begin and end inside a stage: there the consumers clear what is not its own, in a and in b,
 // as 0 * NaN would be NaN. With kGather rows of a lie anywhere, and two more warps of the copying warpgroup bring them
-// (gathered_rows_sm90.cuh). With kDealt blocks take tiles from a counter in memory as they come to them (dealt_tiles_sm90.cuh).
+// (gathered_rows_sm90.cuh). With kDealt blocks take tiles from a counter in memory as they come to them (dealt_tiles_sm90.cuh). With
+// kScatter rows are added to rows of out that lie anywhere.
 #pragma once
 
 #include <kernelgen/gemm/block_scales_sm90.cuh>
@@ -44,7 +45,7 @@ namespace kernelgen {
 // `Options` is the rendered file's struct of compile-time constants: Element (of a, b), Out, Bias, C; kMmaM, kConsumers, kBlockN, kParts,
 // kStages, kSlabs, kClusterM, kClusterN, kSplitK, kResident (blocks of an SM), kBandRows, kPingpong; kRowA, kRowB (row order); kTmaOut
 // (out goes through shared memory); kBias, kActivation, kGate, kClamped, kAccumulate, kQuantize (out are codes, with a scale for 128 of a
-// row), kScales, kPromote, kBlockScales, kScaleColumns (of b, that share a scale of blocks), kGrouping, kGather, kDealt
+// row), kScales, kPromote, kBlockScales, kScaleColumns (of b, that share a scale of blocks), kGrouping, kGather, kDealt, kScatter
 template <class Options>
 struct DenseSm90 : Options {
   using T = typename Options::Element;
@@ -72,7 +73,7 @@ struct DenseSm90 : Options {
   static constexpr Grouping kGrouping = Options::kGrouping;
   static constexpr bool kRowGroups = Epilogue::kRowGroups;
   static constexpr int kOutputs = Epilogue::kOutputs;
-  using Tiles = typename tiles_of_grouping<DenseSm90<Options>, kGrouping, kRowGroups>::type;
+  using Tiles = typename tiles_of_grouping<DenseSm90<Options>, kGrouping, kRowGroups, Options::kScatter>::type;
   static constexpr int kDepth = kSwizzleRowBytes / static_cast<int>(sizeof(T));
   static constexpr int kAlignedElements = 16 / static_cast<int>(sizeof(T));  // of a copy's first coordinate
   static constexpr bool kMajorKA = Options::kRowA, kMajorKB = !Options::kRowB;
@@ -99,6 +100,7 @@ struct DenseSm90 : Options {
   // Tiles: the copying warp deals them out, or each warp counts.
   static constexpr bool kDealt = Options::kDealt;
   static_assert(!kDealt || kRowGroups, "tiles that differ are those of groups of rows");
+  static_assert(!Options::kScatter || (kDealt && !kGather), "columns of all groups are counted by one warp; p.rows has one meaning");
   static constexpr int kReaders = (kPingpong ? 4 : 4 * kConsumers) + (Options::kBlockScales ? 1 : 0) + (kGather ? Rows::kWarps : 0);
   using Slots = TileSlots<kReaders>;
   static constexpr int kAskAhead = 2;  // steps before the end of a tile that the next one is asked for

@@ -76,12 +76,13 @@ struct RowGroupTiles {
 
   __device__ static int tiles_of(int rows) { return ceil_div(rows, Product::kBlockM); }
 
-  __device__ bool find_group(const DenseSm90Params& p, int index) {
+  // `columns`: tiles along N that are counted.
+  __device__ bool find_group(const DenseSm90Params& p, int index, int columns) {
     int before = first;  // tiles in front of the 32 groups
     for (int window = group; window < p.groups; window += kWarpSize) {
       const int mine = window + lane_id();
       const GroupRange range = mine < p.groups ? group_range<kGrouping>(p, mine) : GroupRange{0, 0};
-      const int own = tiles_of(range.end - range.begin) * p.tiles_n;
+      const int own = tiles_of(range.end - range.begin) * columns;
       const int through = warp_inclusive_scan(own);
       const int total = __shfl_sync(kFullWarp, through, kWarpSize - 1);
       if (index - before < total) {
@@ -105,7 +106,7 @@ struct RowGroupTiles {
   }
 
   __device__ bool find(const DenseSm90Params& p, int index, OutputTile& tile) {
-    if (index >= first + tiles_of(rows) * p.tiles_n && !find_group(p, index)) return false;
+    if (index >= first + tiles_of(rows) * p.tiles_n && !find_group(p, index, p.tiles_n)) return false;
     const TilePosition at = TileWalk<Product::kBandRows>{tiles_of(rows), p.tiles_n, tiles_of(rows) * p.tiles_n}.at(index - first);
     const int row = Product::kDealt ? at.m : turned(at, index);
     fill(tile, p, begin + row * Product::kBlockM, at.n * Product::kOutputs, begin + rows, group);
@@ -123,13 +124,48 @@ struct RowGroupTiles {
   }
 };
 
-template <class Product, Grouping kGrouping, bool kRows>
+// The same tiles, the columns of all groups before the next ones: results that are added to rows of out which groups share meet in L2.
+template <class Product, Grouping kGrouping>
+struct ColumnTiles : RowGroupTiles<Product, kGrouping> {
+  using Base = RowGroupTiles<Product, kGrouping>;
+  int along_m = -1, column = 0;  // tiles of all groups; that of N which was found last
+
+  __device__ static int count(const DenseSm90Params& p) {
+    int tiles = 0;
+    for (int window = 0; window < p.groups; window += kWarpSize) {
+      const int mine = window + lane_id();
+      const GroupRange range = mine < p.groups ? group_range<kGrouping>(p, mine) : GroupRange{0, 0};
+      tiles += Base::tiles_of(range.end - range.begin);
+    }
+    return static_cast<int>(__reduce_add_sync(kFullWarp, static_cast<unsigned>(tiles)));
+  }
+
+  __device__ bool find(const DenseSm90Params& p, int index, OutputTile& tile) {
+    if (along_m < 0) along_m = count(p);
+    if (along_m == 0) return false;
+    const int n = index / along_m, at = index - n * along_m;
+    if (n >= p.tiles_n) return false;
+    if (n != column) {
+      column = n;
+      this->group = this->first = this->begin = this->rows = 0;
+    }
+    if (at >= this->first + Base::tiles_of(this->rows) && !this->find_group(p, at, 1)) return false;
+    Base::fill(tile, p, this->begin + (at - this->first) * Product::kBlockM, n * Product::kOutputs, this->begin + this->rows, this->group);
+    return true;
+  }
+};
+
+template <class Product, Grouping kGrouping, bool kRows, bool kColumns>
 struct tiles_of_grouping {
   using type = DenseTiles<Product, kGrouping>;
 };
 template <class Product, Grouping kGrouping>
-struct tiles_of_grouping<Product, kGrouping, true> {
+struct tiles_of_grouping<Product, kGrouping, true, false> {
   using type = RowGroupTiles<Product, kGrouping>;
+};
+template <class Product, Grouping kGrouping>
+struct tiles_of_grouping<Product, kGrouping, true, true> {
+  using type = ColumnTiles<Product, kGrouping>;
 };
 
 }  // namespace kernelgen
