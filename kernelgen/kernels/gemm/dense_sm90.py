@@ -202,7 +202,7 @@ def _measured(problem: GemmProblem) -> tuple[Measured, ...]:
     return (*codes, *(m for m in known if (m.config.block_m, m.config.block_n, m.config.parts) not in tiles))
 
 
-def _tiles(problem: GemmProblem, config: Config) -> tuple[int, int]:
+def tiles_of(problem: GemmProblem, config: Config) -> tuple[int, int]:
     """Cluster tiles along M and N."""
     return -(-problem.m // (config.block_m * config.cluster_m)), -(-problem.n // (config.block_n * config.cluster_n))
 
@@ -211,7 +211,7 @@ def _waves(problem: GemmProblem, target: Target, config: Config) -> tuple[int, f
     """Of tiles, and the share of all their places that stays empty. Clusters of four and more do not fill the groups of SMs: 116 blocks ran
     at once, 128 did not (H200, 2026-11-30)."""
     c, sms = config, target.sm_count or 132
-    tiles_m, tiles_n = _tiles(problem, c)
+    tiles_m, tiles_n = tiles_of(problem, c)
     clusters = max(1, sms * 10 // 11 * c.resident // c.blocks if c.blocks > 2 else sms * c.resident // c.blocks)
     tiles = tiles_m * tiles_n * problem.batch
     waves = -(-tiles // clusters)
@@ -228,7 +228,7 @@ def _cost(problem: GemmProblem, target: Target, measured: Measured) -> float:
     if fit is None:
         return max(tiles_time, moved / _BYTES_PER_US) + tiles_time / 10
     tiles_time *= 1 + fit.beyond * (1 - p.m / round_up(p.m, config.block_m))
-    memory = moved / fit.bytes_per_us * (1 + fit.again * (1 - 1 / _tiles(p, config)[0])) * (1 + (fit.uneven * idle if waves > 1 else 0))
+    memory = moved / fit.bytes_per_us * (1 + fit.again * (1 - 1 / tiles_of(p, config)[0])) * (1 + (fit.uneven * idle if waves > 1 else 0))
     memory += fit.start
     return max(tiles_time, memory) + tiles_time / 50
 
@@ -344,7 +344,7 @@ def _maps(problem: GemmProblem, config: Config, t: Any, box_a: int) -> list[Any]
 def bind(problem: GemmProblem, config: Config, kernel: Any, tensors: GemmTensors) -> Callable[[GemmTensors], None]:
     """The closure of a repeated call: packs addresses, launches."""
     p, c = problem, config
-    tiles_m, tiles_n = _tiles(p, c)
+    tiles_m, tiles_n = tiles_of(p, c)
     quantize = _requantization(p, kernel.spec.target)
     return closure(p, c, kernel, tensors, tiles_m, tiles_n, tiles_m * tiles_n * p.batch, c.block_m // c.cluster_n,
                    quantize.bind(kernel, tensors, pitch=round_up(p.outputs, 4)) if quantize else None)

@@ -5,6 +5,7 @@ The kernel is that of gemm/dense_sm90 with the tiles of templates/include/kernel
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,7 @@ from kernelgen.verdicts import Verdict, first_no
 
 ENTRY = "grouped_gemm_sm90"
 GROUPINGS = {"rows": "kRows", "masked": "kMasked", "k": "kDepth"}
+_SMS = 132  # of an H200, where a target does not say
 _BOX_ROWS = 32  # of a, so that groups of few rows load few: kBoxA of dense_sm90.cuh
 
 
@@ -77,14 +79,18 @@ def _expected(p: GroupedGemmProblem) -> GroupedGemmProblem:
     return replace(p, k=max(1, -(-p.k // p.batch)))
 
 
-def _deals(problem: GroupedGemmProblem, config: Config) -> bool:
-    """Whether tiles are better dealt out."""
-    return problem.scattered
+def _deals(problem: GroupedGemmProblem, target: Target, config: Config) -> bool:
+    """Whether tiles are dealt out: of groups of rows, where blocks come by more than one."""
+    p = problem
+    if p.grouping == "k":
+        return False
+    tiles = math.prod(dense_sm90.tiles_of(_expected(p), config)) * min(p.batch, p.m)
+    return p.scattered or tiles > (target.sm_count or _SMS)
 
 
 def candidates(problem: GroupedGemmProblem, target: Target) -> Iterator[Config]:
     """Legal configs, best guess first."""
-    every = (replace(c, dealt=True) if _deals(problem, c) else c for c in dense_sm90.candidates(_expected(problem), target))
+    every = (replace(c, dealt=_deals(problem, target, c)) for c in dense_sm90.candidates(_expected(problem), target))
     return (c for c in every if legal(problem, target, c))
 
 

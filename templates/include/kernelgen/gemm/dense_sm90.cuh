@@ -103,7 +103,7 @@ struct DenseSm90 : Options {
   static_assert(!Options::kScatter || (kDealt && !kGather), "columns of all groups are counted by one warp; p.rows has one meaning");
   static constexpr int kReaders = (kPingpong ? 4 : 4 * kConsumers) + (Options::kBlockScales ? 1 : 0) + (kGather ? Rows::kWarps : 0);
   using Slots = TileSlots<kReaders>;
-  static constexpr int kAskAhead = 2;  // steps before the end of a tile that the next one is asked for
+  static constexpr int kAskAhead = 6;  // steps before the end of a tile that the next one is asked for: some 2 us
 
   // Registers: 65,536 / 128 = 512 for the warpgroups of an SM together; the producer's addresses need few.
   static_assert(kResident == 1 || (kResident == 2 && kConsumers == 1), "two blocks of an SM have one consumer each");
