@@ -1,12 +1,14 @@
-"""Which artifact a generated kernel would load, for explain: it matters where nothing can be compiled here."""
+"""Which artifacts the generated kernels of a decision would load, for explain: it matters most where nothing can be compiled here."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from kernelgen import build
-from kernelgen.dispatch.decision import Decision
+from kernelgen.dispatch.decision import Candidate, Decision
 from kernelgen.errors import CacheError, ToolchainMissing
+from kernelgen.kernels.base import families
 from kernelgen.settings import settings
 from kernelgen.specs import KernelSpec
 from kernelgen.toolchains import toolchain
@@ -14,11 +16,30 @@ from kernelgen.toolchains.base import PARAMS_ABI
 
 
 def with_artifacts(decision: Decision) -> Decision:
-    """The decision, saying for every kernel of ours which artifact serves it. Unchanged where a compiler may be called."""
+    """The decision, saying for every kernel of ours whether it is cached, and which artifact serves the chosen one where nothing can
+    be compiled.
+    """
     from kernelgen.aot.specs import specs_of
 
-    found = [_line(spec) for spec in specs_of(decision) if not (settings().jit and _compiles(spec))]
-    return replace(decision, artifacts=tuple(found)) if found else decision
+    lines = tuple(_line(spec) for spec in specs_of(decision) if not (settings().jit and _compiles(spec)))
+    rows = {c: _with_state(c, decision) for c in decision.candidates}
+    chosen = rows.get(decision.chosen) if decision.chosen is not None else None
+    return replace(decision, artifacts=lines, candidates=tuple(rows.values()), chosen=chosen)
+
+
+def _with_state(c: Candidate, decision: Decision) -> Candidate:
+    family = next((f for f in families(decision.problem.op, decision.target.kind) if f.name == c.kernel), None)
+    if c.backend != "generated" or not c.verdict.ok or family is None:  # a composition's kernels are the steps' own
+        return c
+    return replace(c, artifact="cached" if _found(family.spec(decision.problem, decision.target, c.config)) else "not built yet")
+
+
+def _found(spec: KernelSpec) -> Any:
+    request, _ = build.request_of(spec)
+    try:
+        return build.store().get(request, None, binding_abi=PARAMS_ABI, cuda_major=toolchain(spec.toolchain).cuda_major)
+    except (CacheError, ToolchainMissing):
+        return None
 
 
 def _compiles(spec: KernelSpec) -> bool:

@@ -105,7 +105,9 @@ def explain(
     given = _bind(op, entry, args, kwargs)
     where, live = _target(target, entry, given)
     decide: Callable[..., Decision] = getattr(import_module(entry.module), entry.decide)
-    decision = decide(target=where, backend=backend, live=live, **_tensors(entry, given, element))
+    from kernelgen.dispatch.select import with_predictions
+
+    decision = with_predictions(decide(target=where, backend=backend, live=live, **_tensors(entry, given, element)))
     if not live:
         return decision
     from kernelgen.dispatch.artifacts import with_artifacts

@@ -14,7 +14,10 @@ from kernelgen.targets import Target
 
 @dataclass(frozen=True)
 class Rule:
-    """Candidates of ``backend`` (and ``kernel``, "" = any) for ``op`` on ``target_kind`` get ``score``."""
+    """Candidates of ``backend`` (and ``kernel``, "" = any) for ``op`` on ``target_kind`` get ``score``.
+
+    ``general``: a row for what no other speaks of; between candidates that only such rows name, the cost model decides.
+    """
 
     op: str
     backend: str
@@ -24,6 +27,7 @@ class Rule:
     capability: tuple[int, ...] = ()
     when: Callable[[Any], bool] = lambda problem: True
     kernel: str = ""
+    general: bool = False
     fits: Callable[[Any, Target], bool] = lambda problem, target: True
 
     def matches(self, backend: str, kernel: str, problem: Any, target: Target) -> bool:
@@ -181,15 +185,16 @@ RULES: tuple[Rule, ...] = (
          capability=(90,), kernel="moe/small_cuda", when=_few_tokens),
     Rule("moe", "generated", 55, "for up to 8 tokens: 64 took 1.03 x the composition's time, other GPUs were not timed "
          "(H200, 2026-11-30)", target_kind="cuda", kernel="moe/small_cuda"),
-    Rule("", "generated", 60, "specialised for this problem"),
-    Rule("", "torch", 40, "works everywhere torch does"),
+    Rule("", "generated", 60, "specialised for this problem", general=True),
+    Rule("", "torch", 40, "works everywhere torch does", general=True),
     Rule("", "reference", 1, "slow eager float64 version"),
 )
 
 
-def score(backend: str, kernel: str, problem: Any, target: Target) -> tuple[float, str]:
-    """(score, note) of a candidate. Every registered backend has a catch-all row."""
-    for rule in RULES:
-        if rule.matches(backend, kernel, problem, target):
-            return rule.score, rule.note
-    return 0.0, "no rule names it"
+def rule_of(backend: str, kernel: str, problem: Any, target: Target) -> Rule | None:
+    """The first row that names a candidate."""
+    return next((rule for rule in RULES if rule.matches(backend, kernel, problem, target)), None)
+
+
+# Of a library that no row names: behind everything that was measured or written for the problem, before the oracle.
+UNNAMED = Rule("", "", 20, "no rule names it: it was not measured")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kernelgen.errors import (
     ArtifactMissingError,
+    BackendError,
     CacheError,
     CompileError,
     DeviceError,
@@ -65,6 +66,7 @@ _PUBLIC = {
     "sdpa": "kernelgen.ops.sdpa",
     "explain": "kernelgen.dispatch.explain",
     "Target": "kernelgen.targets",
+    "tune": "kernelgen.dispatch.tuning",
     "variant": "kernelgen.variants",
     "warmup": "kernelgen.aot.warmup",
     "distributed": "",  # modules of their own
@@ -74,6 +76,7 @@ _PUBLIC = {
 if TYPE_CHECKING:
     from kernelgen.aot.warmup import warmup as warmup
     from kernelgen.dispatch.explain import explain as explain
+    from kernelgen.dispatch.tuning import tune as tune
     from kernelgen.moe_tensors import MoESort as MoESort
     from kernelgen.ops.append import append_kv as append_kv
     from kernelgen.ops.append import append_mla as append_mla
@@ -131,10 +134,10 @@ for _module in ("tvm_ffi", "kernelgen.ops.attention", "kernelgen.ops.gemm", "ker
 import_module("kernelgen.toolchains.nvrtc").import_bindings()
 
 __all__ = [
-    "ArtifactMissingError", "AttentionFeatures", "AttentionPlan", "CacheError", "CompileError", "DeviceError", "DtypeError",
+    "ArtifactMissingError", "AttentionFeatures", "AttentionPlan", "BackendError", "CacheError", "CompileError", "DeviceError", "DtypeError",
     "GraphBounds", "KernelgenError", "LaunchError", "LayoutError", "MLAPlan", "MoESort", "NoBackendError", "PackedWeight", "PageTable",
     "SettingsError", "ShapeError", "Target", "ToolchainMissing", "VariantError", "alibi_slopes", "append_kv", "append_mla", "attention",
     "attention_varlen", "cascade_attention", "distributed", "explain", "gemm", "grouped_gemm", "grouped_gemm_masked", "merge_states", "moe",
     "moe_permute", "moe_sort", "moe_unpermute", "pack_weight", "plan_attention", "plan_mla", "quantize_fp8", "rmsnorm", "rope",
-    "rope_append_kv", "route", "sdpa", "silu_and_mul", "variant", "variants", "warmup",
+    "rope_append_kv", "route", "sdpa", "silu_and_mul", "tune", "variant", "variants", "warmup",
 ]

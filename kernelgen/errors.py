@@ -35,6 +35,17 @@ class NoBackendError(KernelgenError):
     """No backend can run the problem; the message carries the table of reasons."""
 
 
+class BackendError(KernelgenError):
+    """A backend that the caller named failed in a call that it was expected to run.
+
+    The library's own error is the cause. Attributes: ``backend``, its name.
+    """
+
+    def __init__(self, message: str, *, backend: str = "") -> None:
+        super().__init__(message)
+        self.backend = backend
+
+
 class CompileError(KernelgenError):
     """A compiler refused a rendered kernel.
 

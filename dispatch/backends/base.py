@@ -4,10 +4,37 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from kernelgen.targets import Target
-from kernelgen.verdicts import Verdict
+from kernelgen.verdicts import Verdict, first_no
+
+
+@dataclass(frozen=True)
+class Properties:
+    """What a candidate promises of its results.
+
+    deterministic    the same call gives the same bits
+    batch_invariant  a row's bits do not depend on the other rows or requests of the call
+    graph_safe       may be captured in a CUDA graph and replayed with other contents of the same tensors
+    backward         gradients flow through its results
+    """
+
+    deterministic: bool = True
+    batch_invariant: bool = False
+    graph_safe: bool = True
+    backward: bool = False
+
+    def honour(self, problem: Any) -> Verdict:
+        """Does the candidate promise what the problem asks for?"""
+        return first_no(
+            (self.deterministic or not getattr(problem, "deterministic", False),
+             "deterministic=True is asked for, and it does not promise equal bits of equal calls; deterministic=False would take it"),
+            (self.batch_invariant or not getattr(problem, "batch_invariant", False),
+             "batch_invariant=True is asked for, and it does not promise it"),
+            (self.backward or not getattr(problem, "requires_grad", False), "a gradient is asked for, and it has no backward"),
+        )
 
 
 class Backend(ABC):
@@ -17,8 +44,17 @@ class Backend(ABC):
 
     @abstractmethod
     def candidates(self, problem: Any, target: Target, live: bool) -> Iterator[tuple[str, Any, Verdict]]:
-        """(kernel name, config, verdict) rows. ``live``: the target is this machine, so compilers must be present."""
+        """(kernel name, config, verdict) rows. ``live``: the target is this machine, so compilers and libraries must be present.
+
+        A wrapped library has a row for each of its own ways ("fa3", "cudnn", ...) whose speed may differ, named as kernel. A verdict
+        is decided from the problem, the target and versions that are found without importing the library (``dispatch.libraries``);
+        never by trying, and never by a device sync.
+        """
 
     @abstractmethod
     def prepare(self, problem: Any, target: Target, kernel: str, config: Any, tensors: Any) -> Callable[[Any], Any]:
         """The callable for these shapes and strides. May compile. Only called for a candidate with an ok verdict."""
+
+    def properties(self, problem: Any, kernel: str) -> Properties:
+        """What the candidate promises. ``select`` holds it against what the problem asks for, and ``explain`` shows it."""
+        return Properties()

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from kernelgen import build
-from kernelgen.dispatch.backends.base import Backend
+from kernelgen.dispatch.backends.base import Backend, Properties
 from kernelgen.errors import ArtifactMissingError, ToolchainMissing
 from kernelgen.kernels.base import Composition, KernelFamily, Steps, composition, families
 from kernelgen.settings import settings
@@ -83,6 +83,11 @@ class Generated(Backend):
             yield family.name, config, verdict
         if not found:
             yield "", None, no(f"no generated kernel for {problem.op} on {target.kind} in this release")
+
+    def properties(self, problem: Any, kernel: str) -> Properties:
+        """Sums run in a fixed order in every kernel. Bits that do not depend on the batch are a matter of the config: a family's verdict
+        keeps to configs that have them where they are asked for."""
+        return Properties(batch_invariant=getattr(problem, "batch_invariant", False))
 
     def prepare(self, problem: Any, target: Target, kernel: str, config: Any, tensors: Any) -> Callable[[Any], Any]:
         if isinstance(config, Steps):

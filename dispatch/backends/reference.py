@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
 
-from kernelgen.dispatch.backends.base import Backend
+from kernelgen.dispatch.backends.base import Backend, Properties
 from kernelgen.targets import Target
 from kernelgen.verdicts import Verdict, yes
 
@@ -111,6 +111,9 @@ class Reference(Backend):
 
     def candidates(self, problem: Any, target: Target, live: bool) -> Iterator[tuple[str, Any, Verdict]]:
         yield "", None, yes()
+
+    def properties(self, problem: Any, kernel: str) -> Properties:
+        return Properties(batch_invariant=True, graph_safe=False, backward=True)
 
     def prepare(self, problem: Any, target: Target, kernel: str, config: Any, tensors: Any) -> Callable[[Any], Any]:
         run = _RUN.get(problem.op)

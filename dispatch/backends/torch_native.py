@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernelgen.dispatch.backends.base import Backend
+from kernelgen.dispatch.backends.base import Backend, Properties
 from kernelgen.dispatch.backends.reference import deliver_product
 from kernelgen.problems.attention import AttentionProblem
 from kernelgen.problems.gemm import GemmProblem
@@ -168,6 +168,9 @@ class Torch(Backend):
             return
         check = _VERDICTS.get(problem.op)
         yield "", None, check(problem, target) if check else Verdict(problem.dtype in _FLOATS, f"{problem.dtype}")
+
+    def properties(self, problem: Any, kernel: str) -> Properties:
+        return Properties(backward=True)
 
     def prepare(self, problem: Any, target: Target, kernel: str, config: Any, tensors: Any) -> Callable[[Any], Any]:
         return _PREPARE[problem.op](problem)

@@ -16,6 +16,7 @@ _COMMANDS = {
     "demo": ("kernelgen.cli.demo:demo", "Run attention, GEMM and MoE on real-sized input and check them."),
     "explain": ("kernelgen.cli.explain:explain", "Show which backend a call takes and why, for any target."),
     "prebuild": ("kernelgen.cli.explain:prebuild", "Compile the kernel of a call ahead of time."),
+    "tune": ("kernelgen.cli.tune:tune", "Time every candidate on your shapes, and choose by it from then on."),
     "warmup": ("kernelgen.cli.warmup:warmup", "Load what a service needs, as a check before it starts."),
     "cache": ("kernelgen.cache.cli:cache", "List, check, prune, export and import compiled kernels."),
     "bench": ("kernelgen.cli.bench:bench", "Time kernels side by side with the installed peers."),

@@ -82,8 +82,7 @@ def _explain(op: str, *, target: str | None, sm_count: int | None, backend: str,
 
         decision = with_artifacts(decision)
     if as_json:
-        click.echo(json.dumps({"problem": str(decision.problem), "target": str(decision.target), "candidates": decision.table(),
-                               "artifacts": decision.artifacts}, indent=2))
+        click.echo(json.dumps(decision.as_dict(), indent=2))
     else:
         click.echo(str(decision))
 

@@ -441,7 +441,9 @@ def update_plan(plan: Any, page_table: PageTable, q_lens: Lengths | None) -> Non
 def bind_run(plan: Any, problem: PagedAttentionProblem, first: PagedTensors) -> Callable[[PagedTensors], Any]:
     """What runs the plan's problem, now that layouts are known. The plan's items must be those that it expects."""
     # The plan's own target: on a CPU the number of threads, which may have changed since, decides how a batch is cut.
-    decision, run = prepare(problem, plan.decision.target, plan.backend, first)
+    # and its own backend: what "auto" would take now may have been measured since, for another cut.
+    chosen = plan.decision.chosen
+    decision, run = prepare(problem, plan.decision.target, plan.backend if chosen is None else chosen.backend, first)
     planned, needed = plan._state.shape.division, division_of(decision)
     if needed is not None and needed != planned:
         raise KernelgenError(f"{decision.chosen} cuts a batch by {needed}, the plan was cut by {planned}: please report {problem}")

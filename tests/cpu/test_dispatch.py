@@ -74,8 +74,8 @@ def test_unknown_and_planned_backends() -> None:
 def test_every_candidate_finds_a_rule() -> None:
     for name in backends():
         problem = kernelgen.explain("rmsnorm", (4, 8), target="cpu").problem
-        points, note = rules.score(name, "", problem, kernelgen.Target.parse("cpu"))
-        assert points > 0 and note
+        rule = rules.rule_of(name, "", problem, kernelgen.Target.parse("cpu"))
+        assert rule is not None and rule.score > 0 and rule.note
 
 
 @pytest.mark.parametrize("backend", ["generated", "torch", "reference"])

@@ -1,0 +1,77 @@
+"""What happens when a wrapped library fails at its first use: reported once, set aside for the problem, never hidden."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from kernelgen.dispatch.decision import Candidate
+from kernelgen.errors import BackendError
+
+logger = logging.getLogger("kernelgen")
+
+# Backends that are other people's code. Ours raise their own errors, which are faults to be seen, not to be worked around.
+WRAPPED = frozenset({"torch", "cudnn", "cublaslt", "flash_attn_2", "flash_attn_3", "flash_attn_4", "flashinfer", "triton"})
+# What libraries raise for what they cannot do. Out of memory is the caller's to see: torch's is a RuntimeError, so it is let through.
+FAILURES = (RuntimeError, ImportError, NotImplementedError, ValueError, TypeError, AssertionError, AttributeError, OSError, KeyError)
+
+_aside: dict[tuple[Any, str, str], str] = {}
+
+
+def forget() -> None:
+    _aside.clear()
+
+
+def reason(problem: Any, backend: str, kernel: str) -> str:
+    """Why a candidate was set aside for the problem, or ""."""
+    return _aside.get((problem, backend, kernel), "") if _aside else ""
+
+
+def put(problem: Any, candidate: Candidate, error: Exception) -> None:
+    """Set a candidate aside for the problem, and say it."""
+    if out_of_memory(error):
+        raise error
+    words = _line(error)
+    _aside[problem, candidate.backend, candidate.kernel] = f"set aside: it failed at its first use: {words}"
+    logger.warning("%s failed for %s and is set aside for it; the next best takes the call: %s", candidate.label, problem, words)
+
+
+def backend_error(candidate: Candidate, problem: Any, error: Exception) -> Exception:
+    """What the caller of a named backend gets."""
+    if out_of_memory(error):
+        return error
+    return BackendError(f"backend {candidate.backend!r} ({candidate.label}) was asked for and failed for {problem}: {_line(error)}; "
+                        "its own error is the cause of this one. backend='auto' would take another", backend=candidate.backend)
+
+
+def out_of_memory(error: Exception) -> bool:
+    """torch.OutOfMemoryError by name: torch is not imported for it, and MemoryError."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+
+
+def _line(error: Exception) -> str:
+    text = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+    return f"{type(error).__name__}: {text}"
+
+
+class FirstUse:
+    """A wrapped backend's run: its first call may fail, and what replaces it then serves every later one."""
+
+    __slots__ = ("_again", "_run", "_used")
+
+    def __init__(self, run: Callable[[Any], Any], again: Callable[[Exception], Callable[[Any], Any]]) -> None:
+        self._run, self._again, self._used = run, again, False
+
+    def __call__(self, tensors: Any) -> Any:
+        if self._used:
+            return self._run(tensors)
+        try:
+            result = self._run(tensors)
+        except FAILURES as error:
+            if out_of_memory(error):
+                raise
+            self._run = self._again(error)
+            result = self._run(tensors)
+        self._used = True
+        return result

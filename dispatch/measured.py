@@ -1,0 +1,208 @@
+"""Measured times of candidates: what ``kernelgen tune`` stored, and the defaults that ship for some GPUs, looked up by problem bucket.
+
+A bucket is a problem whose extents that change from call to call (rows, batch, lengths) are rounded up to a power of two. What is stored,
+and what makes it count: docs/design/dispatch.md; the file: :mod:`kernelgen.dispatch.timings`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, asdict, fields, is_dataclass, replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from kernelgen.dispatch.decision import Candidate
+from kernelgen.dispatch.timings import Machine, Measurement, Timings, TimingsError, gpu_name
+from kernelgen.targets import Target
+
+logger = logging.getLogger("kernelgen")
+
+# Extents that change from call to call. All other fields of a problem are part of its bucket as they are.
+_ROUNDED = frozenset({"batch", "m", "seq_q", "seq_k", "max_seq_q", "rows", "tokens"})
+# (problem, target, tensors) -> None while ``kernelgen.tune()`` is active: measures what has not been measured.
+tuner: Callable[[Any, Target, Any], None] | None = None
+
+_tables: dict[tuple[str, str, int, bool], tuple[Timings, ...]] = {}
+
+
+def forget() -> None:
+    """Read the files again."""
+    _tables.clear()
+
+
+def rounded(n: int) -> int:
+    """Up to a power of two."""
+    return 1 << (n - 1).bit_length() if n > 1 else n
+
+
+def bucket(problem: Any) -> str | None:
+    """The bucket's name: the fields that are not at their default, in order. None for problems that hold code (a variant)."""
+    if getattr(problem, "variant", None) is not None:
+        return None
+    words = []
+    for f in fields(problem):
+        value = getattr(problem, f.name)
+        if f.default is not MISSING and value == f.default:
+            continue
+        if f.name in _ROUNDED and isinstance(value, int):
+            value = rounded(value)
+        words.append(f"{f.name}={value}")
+    return " ".join(words)
+
+
+def times(problem: Any, target: Target, rows: Sequence[Candidate], live: bool) -> tuple[dict[tuple[str, str], Measurement], str]:
+    """({(backend, kernel): Measurement} of the problem's bucket, a word on where from). Empty where nothing counts here.
+
+    A bucket counts as a whole: where a candidate that can run the problem here is of another release than the one that was measured, none
+    of its times do, since the choice would go by who was left.
+    """
+    tables = _timings(problem.op, target, live)
+    name = bucket(problem) if tables else None
+    if name is None:
+        return {}, ""
+    for table in tables:
+        found = table.problems.get(name)
+        if not found:
+            continue
+        if live and (stale := _stale(found, rows)):
+            return {}, stale
+        return {(m.backend, m.kernel): m for m in found if m.us is not None}, table.source
+    return {}, ""
+
+
+def _stale(found: Sequence[Measurement], rows: Sequence[Candidate]) -> str:
+    """Which candidate is not of the release that was measured, or ""."""
+    usable = {(c.backend, c.kernel) for c in rows if c.verdict.ok}
+    for m in found:
+        if m.us is not None and (m.backend, m.kernel) in usable:
+            here = release_of(m.backend)
+            if here != m.release:
+                return f"measured with {m.backend} {m.release}, here is {here}: measure anew with kernelgen tune"
+    return ""
+
+
+@cache
+def release_of(backend: str) -> str:
+    """The release of what a backend runs. The build of torch counts without its local part."""
+    import torch
+
+    import kernelgen
+    from kernelgen.dispatch.backends import backends
+
+    adapter = backends().get(backend)
+    library = getattr(adapter, "library", None)
+    if library is not None:
+        return str(library.version())
+    return kernelgen.__version__ if backend in ("generated", "reference") else torch.__version__.split("+")[0]
+
+
+def with_time(c: Candidate, problem: Any, target: Target, times: dict[tuple[str, str], Measurement]) -> Candidate:
+    """The candidate with its measured time, and with the config that was measured, where it is one for this problem too."""
+    found = times.get((c.backend, c.kernel))
+    if found is None or not c.verdict.ok:
+        return c
+    config = c.config
+    if found.config is not None and c.backend == "generated" and as_fields(config) != found.config:
+        config = _config(problem, target, c, found.config)
+        if config is None:  # legal for the bucket's size and not for this one: its time says nothing of the other config
+            return c
+    return replace(c, measured=found.us, config=config)
+
+
+def as_fields(config: Any) -> dict[str, Any] | None:
+    """A config as plain values; None where it has none (a composition's steps are chosen one by one)."""
+    if not is_dataclass(config) or isinstance(config, type):
+        return None
+    values = asdict(config)
+    return values if _plain(values) else None
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_plain(part) for part in value.values())
+    return value is None or isinstance(value, (int, float, str, bool))
+
+
+def _like(config: Any, values: dict[str, Any]) -> Any:
+    """A config of the same kind with other values; None where its fields are not these."""
+    if {f.name for f in fields(config)} != set(values):
+        return None
+    parts: dict[str, Any] = {}
+    for name, value in values.items():
+        part = getattr(config, name)
+        parts[name] = _like(part, value) if is_dataclass(part) and isinstance(value, dict) else value
+    return None if any(parts[name] is None and values[name] is not None for name in parts) else type(config)(**parts)
+
+
+def _config(problem: Any, target: Target, c: Candidate, values: dict[str, Any]) -> Any:
+    from kernelgen.kernels.base import families
+
+    family = next((f for f in families(problem.op, target.kind) if f.name == c.kernel), None)
+    config = None if family is None or c.config is None else _like(c.config, values)
+    if family is None or config is None:
+        return None
+    if family.division is not None and family.division(problem, target, config) != family.division(problem, target, c.config):
+        return None  # a plan's arrays are cut for the family's first choice
+    return config if family.legal(problem, target, config) else None
+
+
+def _timings(op: str, target: Target, live: bool) -> tuple[Timings, ...]:
+    """The tables that may speak for a target, the nearest first: this machine's own, then what ships for its GPU."""
+    key = (op, target.arch, target.sm_count, live)
+    found = _tables.get(key)
+    if found is None:
+        found = _tables[key] = tuple(_read(op, target, live))
+    return found
+
+
+def _read(op: str, target: Target, live: bool) -> list[Timings]:
+    made: list[Timings] = []
+    if live and tuning_folder().is_dir():  # asking the driver for its release costs milliseconds where nothing was measured
+        own = own_file(op, Machine.here(target))
+        if own.is_file():
+            try:
+                made.append(Timings.read(own))
+            except TimingsError as error:
+                logger.warning("%s; it is left out, kernelgen tune writes it anew", error)
+    for name, text in _shipped(op, target.arch):
+        shipped = Timings.parse(text, name, "shipped")
+        if shipped.machine.sm_count == target.sm_count and (not live or shipped.machine.gpu == gpu_name(target)):
+            made.append(shipped)
+    return made
+
+
+@cache
+def _shipped(op: str, arch: str) -> tuple[tuple[str, str], ...]:
+    """(name, text) of the tables that come with the package for an architecture."""
+    data = files("kernelgen.dispatch").joinpath("data")
+    found = [folder.joinpath(f"{op}.json") for folder in (data.iterdir() if data.is_dir() else ()) if folder.name.startswith(f"{arch}-")]
+    return tuple((file.name, file.read_text()) for file in found if file.is_file())
+
+
+def tuning_folder() -> Path:
+    """Where this user's times are: beside the kernels."""
+    from kernelgen import build
+
+    return build.store().root / "tuning"
+
+
+def own_file(op: str, machine: Machine) -> Path:
+    """The file of this machine's times of an op."""
+    return tuning_folder() / machine.slug / f"{op}.json"
+
+
+def save(op: str, machine: Machine, found: dict[str, tuple[Measurement, ...]]) -> Path:
+    """Merge measured buckets into this machine's file. Safe for many processes at a time."""
+    path = own_file(op, machine)
+    Timings.merge(path, op, machine, found)
+    forget()
+    return path
+
+
+def dumps(op: str, machine: Machine, found: dict[str, tuple[Measurement, ...]]) -> str:
+    """A table as the text of a file: for defaults that ship."""
+    return json.dumps(Timings(op, machine, found).as_dict(), indent=1) + "\n"
