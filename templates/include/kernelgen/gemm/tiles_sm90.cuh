@@ -137,7 +137,7 @@ struct ColumnTiles : RowGroupTiles<Product, kGrouping> {
       const GroupRange range = mine < p.groups ? group_range<kGrouping>(p, mine) : GroupRange{0, 0};
       tiles += Base::tiles_of(range.end - range.begin);
     }
-    return static_cast<int>(__reduce_add_sync(kFullWarp, static_cast<unsigned>(tiles)));
+    return warp_sum(tiles);
   }
 
   __device__ bool find(const DenseSm90Params& p, int index, OutputTile& tile) {
