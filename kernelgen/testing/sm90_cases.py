@@ -23,7 +23,7 @@ from kernelgen.targets import target_of
 from kernelgen.testing.data import random_tensor
 from kernelgen.testing.grouped_products import Grouped, run_grouped
 from kernelgen.testing.mma_products import Product, run_product
-from kernelgen.testing.moe_layer import layer, pack_experts, quantize_experts
+from kernelgen.testing.moe_layer import check_added, layer, pack_experts, quantize_experts
 from kernelgen.testing.moe_small import bound, check_small
 from kernelgen.testing.tolerance import assert_bits_equal
 
@@ -85,6 +85,11 @@ def _moe(make: Callable[[], dict[str, Any]], config: Small | None = None) -> Non
     check_small(c, bound(c, target_of("cuda"), build.kernel, config), what="moe/small_cuda")
 
 
+def _added(make: Callable[[], dict[str, Any]]) -> None:
+    """Rows added to their tokens' in any order: of slots enough."""
+    check_added(make(), what="moe/layer")
+
+
 def _layer(tokens: int) -> dict[str, Any]:
     return layer(tokens, 16, 4, 256, 128, device="cuda", seed=tokens)
 
@@ -99,4 +104,6 @@ CASES: dict[str, Callable[[], None]] = {
     "moe-nine-tokens": partial(_moe, lambda: _layer(9)),
     "moe-fp8": partial(_moe, lambda: quantize_experts(_layer(5), "block_128x128", "block_128x128")),
     "moe-mxfp4": partial(_moe, lambda: pack_experts(_layer(5), "mxfp4")),
+    "moe-added": partial(_added, lambda: _layer(1100)),
+    "moe-added-fp8": partial(_added, lambda: quantize_experts(_layer(1100), "block_128x128", "block_128x128")),
 }

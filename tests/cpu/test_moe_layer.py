@@ -200,6 +200,21 @@ def test_explain_names_every_kernel() -> None:
     assert "sort: 2000 experts exceed" in str(too_many)
 
 
+def test_who_adds_rows_to_tokens() -> None:
+    """Down itself, on Hopper alone, of many slots and where the order is free; the shared expert writes the result first."""
+    def steps(tokens: int, target: str = "sm_90a", **options: Any) -> list[str]:
+        shapes: tuple[Any, ...] = ((tokens, 4096), (8, 28672, 4096), (8, 4096, 14336), (tokens, 2), (tokens, 2))
+        chosen = kernelgen.explain("moe", *shapes, target=target, **({"deterministic": False} | options)).chosen
+        assert chosen is not None and isinstance(chosen.config, Steps)
+        return [name for name, _ in chosen.config.decisions]
+
+    many = 65536
+    assert steps(many) == ["sort", "up", "down"]
+    assert steps(many, shared=((1024, 4096), (4096, 512))) == ["shared_up", "shared_down", "sort", "up", "down"]
+    for usual in (steps(many, deterministic=True), steps(512), steps(many, "sm_80"), steps(many, weights_on_input=True)):
+        assert usual[-1] == "unpermute"
+
+
 def test_check_setting() -> None:
     c = layer(6, 4, 2, 64, 32)
     c["ids"][3, 1] = 4
