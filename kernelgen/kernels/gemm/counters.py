@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 
 from kernelgen.forks import Lock
+from kernelgen.lasting import capturing, lasting
 
-_PAIRS = 4096  # of a device, 8 bytes each; graphs that capture more launches clear theirs themselves
+_PAIRS = 8192  # of a device, 8 bytes each: enough for every product of many captured models
 _WORDS = 2
 
 _spare: dict[int, tuple[torch.Tensor, list[int]]] = {}  # device -> memory, addresses of pairs that nobody has
@@ -18,30 +19,21 @@ _of_stream: dict[tuple[int, int], int] = {}
 _taking = Lock()
 
 
-def _captures(device: int) -> bool:
-    """Whether the device's current stream does, whichever device is current."""
-    if torch.cuda.current_device() == device:
-        return torch.cuda.is_current_stream_capturing()
-    with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()
-
-
 def provide(device: int) -> None:
-    """Make the device's counters, unless a graph is being captured: they are cleared before anything else can run."""
-    if device in _spare or _captures(device):
+    """Make the device's counters, unless its stream is being captured; they are there for all streams when this returns."""
+    where = torch.device("cuda", device)
+    if device in _spare or capturing(where):
         return
-    with torch.cuda.device(device):
-        memory = torch.zeros(_PAIRS * _WORDS, dtype=torch.int32, device="cuda")
-        torch.cuda.current_stream().synchronize()  # once in a process: other streams use them next
+    memory = lasting(torch.zeros(_PAIRS * _WORDS, dtype=torch.int32), where, "grouped_gemm's counters")
+    first, size = memory.data_ptr(), _WORDS * memory.element_size()
     with _taking:
-        first = memory.data_ptr()
-        _spare.setdefault(device, (memory, [first + i * _WORDS * memory.element_size() for i in range(_PAIRS)]))
+        _spare.setdefault(device, (memory, [first + i * size for i in range(_PAIRS)]))
 
 
 def counter(device: int) -> tuple[int, torch.Tensor | None]:
     """(address of the pair for a launch on the device's current stream, what must live until it is launched)."""
     stream = torch._C._cuda_getCurrentRawStream(device)
-    captured = _captures(device)
+    captured = capturing(torch.device("cuda", device))
     if not captured:
         known = _of_stream.get((device, stream))
         if known is not None:
@@ -51,8 +43,7 @@ def counter(device: int) -> tuple[int, torch.Tensor | None]:
         spare = _spare[device][1] if device in _spare else []
         if spare:
             address = spare.pop()
-            if not captured:
-                address = _of_stream.setdefault((device, stream), address)
-            return address, None
+            return (address if captured else _of_stream.setdefault((device, stream), address)), None
+    # A graph whose pairs nobody made before the capture, or too many: one that it clears in each replay.
     own = torch.zeros(_WORDS, dtype=torch.int32, device=torch.device("cuda", device))
     return own.data_ptr(), own
