@@ -68,6 +68,7 @@ GATHERED: dict[str, Callable[[int], dict[str, Any]]] = {
     "bias, interleaved": lambda t: cuda(t, 16, 4, 320, 320, activation="swiglu_oai", biases=BF16, seed=t) | {"gate_up": "interleaved"},
     "fp8 blocks": lambda t: quantize_experts(cuda(t, 24, 6, 1152, 256, seed=t), "block_128x128", "block_128x128"),
     "fp8 codes": lambda t: quantize_experts(cuda(t, 160, 8, 256, 384, seed=t), "block_128x128", "block_128x128"),
+    "fp8 codes, more rows": lambda t: quantize_experts(cuda(t, 40, 14, 256, 512, seed=t), "block_128x128", "block_128x128"),
 }
 
 

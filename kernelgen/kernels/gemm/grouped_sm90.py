@@ -157,7 +157,8 @@ def coverage() -> Iterable[tuple[GroupedGemmProblem, Config | None]]:
                             (replace(base, a_dtype="fp16", b_dtype="fp16", out_dtype="fp16", bias=True, bias_dtype="fp32"),
                              Config(1, 2, 256, 4, dealt=True))):
         yield ScatteredGemmProblem(**vars(problem), tokens=512), config
-    yield GatheredGemmProblem(**vars(quantized), tokens=512), Config(1, 1, 256, 5, parts=4, dealt=True)
+    for config in (Config(1, 1, 256, 5, parts=4, dealt=True), Config(1, 2, 256, 4, parts=4, dealt=True)):
+        yield GatheredGemmProblem(**vars(quantized), tokens=512), config
 
 
 FAMILY = KernelFamily(
