@@ -13,7 +13,7 @@ from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
 from kernelgen.moe_tensors import PermuteTensors, SortTensors, UnpermuteTensors
 from kernelgen.problems.common import alignment_of
-from kernelgen.problems.moe import MoePermuteProblem, MoeSortProblem, MoeUnpermuteProblem
+from kernelgen.problems.moe import MoePermuteProblem, MoeSortProblem, MoeUnpermuteProblem, WeightedSortProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
 from kernelgen.testing.data import FP8_NAN, padded_rows, poison_, poisoned_empty, random_tensor, seed_of
@@ -91,7 +91,9 @@ def run_sort(case: Sort, family: KernelFamily, target: Target, load: Load, devic
     """Into poisoned outputs; every number is the reference's."""
     ids, table = ids_of(case, device), map_of(case, device)
     first = 7 if case.expert_map == "range" else 0
-    problem = MoeSortProblem(case.tokens, case.k, case.experts, case.id_dtype, case.expert_map, weight_dtype=case.weights)
+    problem = MoeSortProblem(case.tokens, case.k, case.experts, case.id_dtype, case.expert_map)
+    if case.weights:
+        problem = WeightedSortProblem(**vars(problem), slot_dtype=case.weights)
     assert family.supports(problem, target), family.supports(problem, target)
     offsets = poisoned_empty((case.experts,), torch.int32, device)
     token_of_row = poisoned_empty((case.tokens * case.k,), torch.int32, device)

@@ -29,7 +29,14 @@ from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import Composition
 from kernelgen.moe_tensors import MoeTensors, PermuteTensors, SortTensors, UnpermuteTensors
 from kernelgen.problems.gemm import GatheredGemmProblem, GemmProblem, GroupedGemmProblem, ScatteredGemmProblem
-from kernelgen.problems.moe import MoePermuteProblem, MoeProblem, MoeSortProblem, MoeUnpermuteProblem, PackedForm
+from kernelgen.problems.moe import (
+    MoePermuteProblem,
+    MoeProblem,
+    MoeSortProblem,
+    MoeUnpermuteProblem,
+    PackedForm,
+    WeightedSortProblem,
+)
 from kernelgen.problems.quantize import LimitedQuantizeProblem, QuantizeProblem
 from kernelgen.reference.activation import OAI_ALPHA, OAI_LIMIT
 from kernelgen.targets import Target
@@ -192,8 +199,8 @@ def steps(problem: MoeProblem, target: Target) -> tuple[tuple[str, Any], ...]:
         if recipe_x:
             made.append(("quantize_x", QuantizeProblem(
                 1, p.tokens, p.hidden, p.x_dtype, p.weight_dtype, recipe_x, alignment=_row_alignment(p, (p.hidden, row_dtype)))))
-        made.append(("sort", MoeSortProblem(p.tokens, p.k, p.experts, p.id_dtype, p.expert_map,
-                                            weight_dtype=p.slot_dtype if scattered else None)))
+        sort = MoeSortProblem(p.tokens, p.k, p.experts, p.id_dtype, p.expert_map)
+        made.append(("sort", WeightedSortProblem(**vars(sort), slot_dtype=p.slot_dtype) if scattered else sort))
         up, codes = _first_product(p, target), writes_codes(p, target)
         if not up.gathered:
             made.append(("permute", MoePermuteProblem(

@@ -14,7 +14,7 @@ from kernelgen.kernels.moe.rows import address
 from kernelgen.kernels.rowwise import dependent
 from kernelgen.moe_tensors import SortTensors
 from kernelgen.params import ParamStruct
-from kernelgen.problems.moe import MoeSortProblem
+from kernelgen.problems.moe import MoeSortProblem, WeightedSortProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
 from kernelgen.verdicts import Verdict, first_no
@@ -138,7 +138,7 @@ def coverage() -> Iterable[tuple[MoeSortProblem, Config | None]]:
     yield base, None
     yield replace(base, id_dtype="int64", expert_map="table", experts=512), None
     yield replace(base, tokens=8, expert_map="range"), None
-    yield replace(base, weight_dtype="bf16"), None
+    yield WeightedSortProblem(**vars(base), slot_dtype="bf16"), None
 
 
 FAMILY = KernelFamily(
