@@ -24,7 +24,7 @@ def with_artifacts(decision: Decision) -> Decision:
     lines = tuple(_line(spec) for spec in specs_of(decision) if not (settings().jit and _compiles(spec)))
     rows = {c: _with_state(c, decision) for c in decision.candidates}
     chosen = rows.get(decision.chosen) if decision.chosen is not None else None
-    return replace(decision, artifacts=lines, candidates=tuple(rows.values()), chosen=chosen)
+    return replace(decision, artifacts=lines, rows=tuple(rows.values()), chosen=chosen)
 
 
 def _with_state(c: Candidate, decision: Decision) -> Candidate:

@@ -3,7 +3,7 @@
     t = launch + max(bytes / (bandwidth * share), FLOPs / (peak * share * filled))
 
 ``filled`` is the part of the last wave of tiles that has work. Shares, launch and tile of each candidate are fitted to measurements of a
-GPU (``kernelgen tune --fit``; data/<gpu>/cost.json). It is asked for what no measurement and no rule covers.
+GPU (``tools/bench/dispatch.py --fit``; data/<arch>-<gpu>/cost.json). It is asked for what no measurement and no rule covers.
 """
 
 from __future__ import annotations

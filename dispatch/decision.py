@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
-from kernelgen.dispatch.backends.base import Properties
+from kernelgen.dispatch.backends.base import Later, Properties
 from kernelgen.targets import Target
 from kernelgen.verdicts import Verdict
 
@@ -32,6 +33,13 @@ class Candidate:
     predicted: float | None = None
     artifact: str = ""
 
+    def settled(self) -> Candidate:
+        """With its config, and the verdict that knows of it."""
+        if not isinstance(self.config, Later):
+            return self
+        config, verdict = self.config.settle()
+        return replace(self, config=config, verdict=verdict)
+
     @property
     def label(self) -> str:
         return f"{self.backend} {self.kernel}".strip()
@@ -41,6 +49,7 @@ class Candidate:
 class Decision:
     """The chosen candidate (None: nothing can run it) and every candidate with its reason, best first.
 
+    rows         the candidates as the choice left them: of those that it did not take, configs are found when they are asked for
     decided_by   "measurement", "rule", "model", or "call" where the caller named the backend; "" where nothing was chosen
     basis        where the measurements are from, or why those that there are do not count
     artifacts    where nothing is compiled here, what explain found of the chosen kernels in the cache
@@ -49,10 +58,15 @@ class Decision:
     problem: Any
     target: Target
     chosen: Candidate | None
-    candidates: tuple[Candidate, ...]
+    rows: tuple[Candidate, ...]
     artifacts: tuple[str, ...] = ()
     decided_by: str = ""
     basis: str = ""
+
+    @cached_property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """``rows``, all with their configs and last verdicts: those that can run the problem first."""
+        return tuple(sorted((c.settled() for c in self.rows), key=lambda c: not c.verdict.ok))
 
     def table(self) -> list[dict[str, Any]]:
         """The candidates as plain rows, for JSON."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from kernelgen.dispatch.decision import Candidate
 from kernelgen.dispatch.timings import Machine, Measurement, Timings, TimingsError, gpu_name
+from kernelgen.errors import CacheError
 from kernelgen.targets import Target
 
 logger = logging.getLogger("kernelgen")
@@ -161,18 +162,28 @@ def _timings(op: str, target: Target, live: bool) -> tuple[Timings, ...]:
 
 def _read(op: str, target: Target, live: bool) -> list[Timings]:
     made: list[Timings] = []
-    if live and tuning_folder().is_dir():  # asking the driver for its release costs milliseconds where nothing was measured
-        own = own_file(op, Machine.here(target))
-        if own.is_file():
-            try:
-                made.append(Timings.read(own))
-            except TimingsError as error:
-                logger.warning("%s; it is left out, kernelgen tune writes it anew", error)
+    own = _own(op, target) if live else None
+    if own is not None:
+        made.append(own)
     for name, text in _shipped(op, target.arch):
         shipped = Timings.parse(text, name, "shipped")
         if shipped.machine.sm_count == target.sm_count and (not live or shipped.machine.gpu == gpu_name(target)):
             made.append(shipped)
     return made
+
+
+def _own(op: str, target: Target) -> Timings | None:
+    """What was measured here, if anything was."""
+    try:
+        if not tuning_folder().is_dir():  # asking the driver for its release costs milliseconds
+            return None
+        path = own_file(op, Machine.here(target))
+        return Timings.read(path) if path.is_file() else None
+    except TimingsError as error:
+        logger.warning("%s; it is left out, kernelgen tune writes it anew", error)
+    except CacheError:  # no folder can be used: a call that needs a kernel says so itself
+        pass
+    return None
 
 
 @cache

@@ -88,12 +88,16 @@ def _choose(problem: Any, target: Target, backend: str, live: bool) -> Decision:
     rows.sort(key=lambda c: (-c.verdict.ok, -c.score))
     times, basis = measured.times(problem, target, rows, live)
     if times:
-        rows = [measured.with_time(c, problem, target, times) for c in rows]
-    allowed = [c for c in rows if c.verdict.ok and (backend == "auto" or c.backend == backend)]
-    chosen, decided_by = _best(problem, target, allowed)
+        rows = [measured.with_time(c.settled(), problem, target, times) if (c.backend, c.kernel) in times else c for c in rows]
+    while True:
+        allowed = [c for c in rows if c.verdict.ok and (backend == "auto" or c.backend == backend)]
+        chosen, decided_by = _best(problem, target, allowed)
+        if chosen is None or (settled := chosen.settled()) is chosen:
+            break
+        rows[rows.index(chosen)] = settled  # which may say no, now that it has a config
     if backend == "auto" and chosen and live:
         _say_why_not_generated(problem, chosen, rows)
-    rows.sort(key=lambda c: (c is not chosen, -c.verdict.ok, c.measured is None, c.measured or 0.0, -c.score))
+    rows.sort(key=lambda c: (c is not chosen, not c.verdict.ok, c.measured is None, c.measured or 0.0, -c.score))
     return Decision(problem, target, chosen, tuple(rows), decided_by=decided_by if backend == "auto" else "call" if chosen else "",
                     basis=basis)
 
@@ -183,4 +187,4 @@ def with_predictions(decision: Decision) -> Decision:
     """The decision with what the cost model says of every candidate that can run it: for explain."""
     rows = {c: replace(c, predicted=cost.predict(decision.problem, decision.target, c)) if c.verdict.ok else c for c in decision.candidates}
     chosen = rows.get(decision.chosen) if decision.chosen is not None else None
-    return replace(decision, candidates=tuple(rows.values()), chosen=chosen)
+    return replace(decision, rows=tuple(rows.values()), chosen=chosen)

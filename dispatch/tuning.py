@@ -125,6 +125,9 @@ class Tuner:
 
     def __call__(self, problem: Any, target: Target, tensors: Any) -> None:
         """Measure the problem's bucket unless it has been."""
+        if target.kind == "cuda" and capturing():
+            self.report.left[str(problem)] = "its first call was made while a CUDA graph was captured: call it once before"
+            return
         self.measure(problem, target, operands.index_fields(tensors))
 
     def measure(self, problem: Any, target: Target, indices: operands.Indices | None = None) -> Tuned | None:
@@ -137,7 +140,7 @@ class Tuner:
         if not possible:
             self.report.left[str(problem)] = possible.reason
             return None
-        rows = select.candidates_of(problem, target)
+        rows = [c.settled() for c in select.candidates_of(problem, target)]
         if not self.options.again and measured.times(problem, target, rows, True)[0]:
             return None
         trials = trials_of(problem, target, rows, self.options.configs)
@@ -211,7 +214,8 @@ class Worker:
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")  # a fork would share the parent's CUDA context
         ours, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, dict(os.environ)), daemon=True, name="kernelgen-tune")
+        self._process = context.Process(target=_serve, args=(theirs, dict(os.environ), current_device()), daemon=True,
+                                        name="kernelgen-tune")
         self._process.start()
         theirs.close()
         self._pipe = ours
@@ -230,9 +234,26 @@ class Worker:
         self._process = self._pipe = None
 
 
-def _serve(pipe: Connection, environment: dict[str, str]) -> None:
+def current_device() -> int | None:
+    """The GPU that this process works on, which the child is to work on as well; None where there is none or none is in use."""
+    import torch
+
+    return torch.cuda.current_device() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+
+
+def capturing() -> bool:
+    import torch
+
+    return torch.cuda.is_current_stream_capturing()
+
+
+def _serve(pipe: Connection, environment: dict[str, str], device: int | None) -> None:
     """The child: one bench at a time, checked trials kept for the timing."""
     os.environ.update(environment)
+    if device is not None:
+        import torch
+
+        torch.cuda.set_device(device)
     bench: tuple[Any, Bench] | None = None
     pipe.send("ready")
     while True:

@@ -37,6 +37,15 @@ class Properties:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class Later:
+    """In the place of a config: what finds it, with the last word on the verdict. It costs some hundred microseconds, which a choice
+    spends on what it takes alone, and explain on all.
+    """
+
+    settle: Callable[[], tuple[Any, Verdict]]
+
+
 class Backend(ABC):
     """One backend. ``prepare`` returns run(tensors): it fills tensors.out, or returns the result where autograd needs it."""
 
@@ -44,7 +53,7 @@ class Backend(ABC):
 
     @abstractmethod
     def candidates(self, problem: Any, target: Target, live: bool) -> Iterator[tuple[str, Any, Verdict]]:
-        """(kernel name, config, verdict) rows. ``live``: the target is this machine, so compilers and libraries must be present.
+        """(kernel name, config or Later, verdict) rows. ``live``: the target is this machine, so compilers and libraries must be present.
 
         A wrapped library has a row for each of its own ways ("fa3", "cudnn", ...) whose speed may differ, named as kernel. A verdict
         is decided from the problem, the target and versions that are found without importing the library (``dispatch.libraries``);

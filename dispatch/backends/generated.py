@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from kernelgen import build
-from kernelgen.dispatch.backends.base import Backend, Properties
+from kernelgen.dispatch.backends.base import Backend, Later, Properties
 from kernelgen.errors import ArtifactMissingError, ToolchainMissing
 from kernelgen.kernels.base import Composition, KernelFamily, Steps, composition, families
 from kernelgen.settings import settings
@@ -45,21 +45,29 @@ _NO_GRADIENT = ("a gradient is asked for, or torch transforms the call: no gener
                 "not see one run; call under torch.no_grad(), outside of transforms")
 
 
-def _compose(made_of: Composition, problem: Any, target: Target, live: bool) -> tuple[str, Steps | None, Verdict]:
-    """The row of a composition: every step must have a generated kernel."""
+def _first_config(family: KernelFamily, problem: Any, target: Target, live: bool) -> tuple[Any, Verdict]:
+    """The family's best guess, and whether a kernel of it can be had here."""
+    config = next(iter(family.candidates(problem, target)), None)
+    if config is None:
+        return None, no(f"no legal config for {problem} on {target}")
+    return config, _obtainable(family.spec(problem, target, config)) if live else yes()
+
+
+def _compose(made_of: Composition, problem: Any, target: Target, live: bool) -> tuple[Steps | None, Verdict]:
+    """The steps of a composition: each must have a generated kernel."""
     from kernelgen.dispatch.select import choose
 
     verdict = made_of.supports(problem, target)
     if verdict and getattr(problem, "requires_grad", False):
         verdict = no(_NO_GRADIENT)
     if not verdict:
-        return made_of.name, None, verdict
+        return None, verdict
     decisions = tuple((name, choose(step, target, "generated", live=live)) for name, step in made_of.steps(problem, target))
     for name, decision in decisions:
         if decision.chosen is None:
             reasons = "; ".join(dict.fromkeys(c.verdict.reason for c in decision.candidates if c.backend == "generated"))
-            return made_of.name, None, no(f"{name}: {reasons}")
-    return made_of.name, Steps(decisions), yes()
+            return None, no(f"{name}: {reasons}")
+    return Steps(decisions), yes()
 
 
 class Generated(Backend):
@@ -68,19 +76,14 @@ class Generated(Backend):
     def candidates(self, problem: Any, target: Target, live: bool) -> Iterator[tuple[str, Any, Verdict]]:
         made_of = composition(problem.op)
         if made_of is not None:
-            yield _compose(made_of, problem, target, live)
+            yield made_of.name, Later(partial(_compose, made_of, problem, target, live)), yes()
         found = made_of is not None
         for family in families(problem.op, target.kind):
             found = True
             verdict = family.supports(problem, target)
             if verdict and getattr(problem, "requires_grad", False):
                 verdict = no(_NO_GRADIENT)
-            config = next(iter(family.candidates(problem, target)), None) if verdict else None
-            if verdict and config is None:
-                verdict = no(f"no legal config for {problem} on {target}")
-            if verdict and live:
-                verdict = _obtainable(family.spec(problem, target, config))
-            yield family.name, config, verdict
+            yield family.name, Later(partial(_first_config, family, problem, target, live)) if verdict else None, verdict
         if not found:
             yield "", None, no(f"no generated kernel for {problem.op} on {target.kind} in this release")
 

@@ -122,7 +122,8 @@ def test_compiler_command_with_arguments(fresh_cache: object) -> None:
 def test_decisions_are_remembered_and_hashable() -> None:
     a = kernelgen.explain("gemm", (64, 64), (64, 64), target="sm_90a")
     b = kernelgen.explain("gemm", (64, 64), (64, 64), target="sm_90a")
-    assert a is b and hash(a.problem) == hash(b.problem)
+    assert a == b and hash(a.problem) == hash(b.problem)
+    assert select.choose(a.problem, a.target, live=False) is select.choose(b.problem, b.target, live=False)
 
 
 def test_explain_refuses_unknown_ops_and_shapes() -> None:

@@ -1,0 +1,140 @@
+"""A wrapped library that fails: named when it was asked for, reported once and set aside under "auto", and never hidden."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import kernelgen
+from kernelgen.dispatch import rules, select
+from kernelgen.dispatch.backends import backends
+from kernelgen.dispatch.backends.base import Backend, Properties
+from kernelgen.errors import BackendError, NoBackendError
+from kernelgen.verdicts import yes
+
+_A, _B = torch.randn(5, 32), torch.randn(32, 48)
+
+
+class _Library(Backend):
+    """A library that is first choice and fails: in "prepare", at the first "run", or at the third run ("later")."""
+
+    name = "cublaslt"
+
+    def __init__(self, fails: str, error: Exception, properties: Properties | None = None) -> None:
+        self.fails, self.error, self.calls, self._properties = fails, error, 0, properties or Properties()
+
+    def candidates(self, problem: Any, target: Any, live: bool) -> Iterator[tuple[str, Any, Any]]:
+        yield "", None, yes()
+
+    def properties(self, problem: Any, kernel: str) -> Properties:
+        return self._properties
+
+    def prepare(self, problem: Any, target: Any, kernel: str, config: Any, tensors: Any) -> Callable[[Any], Any]:
+        if self.fails == "prepare":
+            raise self.error
+
+        def run(t: Any) -> None:
+            self.calls += 1
+            if self.fails == "run" or (self.fails == "later" and self.calls == 3):
+                raise self.error
+            torch.matmul(t.a, t.b, out=t.out)
+
+        return run
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., _Library]]:
+    def install(fails: str, error: Exception | None = None, properties: Properties | None = None) -> _Library:
+        made = _Library(fails, error or RuntimeError("no execution plan supports the graph\nand more"), properties)
+        table = {name: b for name, b in backends().items() if name != "cublaslt"}
+        monkeypatch.setattr("kernelgen.dispatch.backends._loaded", {"cublaslt": made, **table})
+        monkeypatch.setattr(rules, "RULES", (rules.Rule("gemm", "cublaslt", 99, "for this test"), *rules.RULES))
+        select.forget()
+        kernelgen.ops.memo.forget_calls()
+        return made
+
+    import kernelgen.ops.memo
+
+    yield install
+    monkeypatch.undo()
+    select.forget()
+    kernelgen.ops.memo.forget_calls()
+
+
+@pytest.mark.parametrize("fails", ["prepare", "run"])
+def test_auto_sets_it_aside_and_says_so_once(fails: str, library: Callable[..., _Library], caplog: pytest.LogCaptureFixture) -> None:
+    made = library(fails)
+    assert str(kernelgen.explain("gemm", _A, _B).chosen.label) == "cublaslt"  # type: ignore[union-attr]
+    with caplog.at_level(logging.WARNING, logger="kernelgen"):
+        for _ in range(3):
+            torch.testing.assert_close(kernelgen.gemm(_A, _B), _A @ _B)
+    said = [r.getMessage() for r in caplog.records]
+    assert len(said) == 1 and "cublaslt failed for gemm[" in said[0] and "no execution plan supports the graph" in said[0]
+    assert "and more" not in said[0] and made.calls == (fails == "run")
+    decision = kernelgen.explain("gemm", _A, _B)
+    assert decision.chosen is not None and decision.chosen.backend == "generated"
+    row = next(c for c in decision.candidates if c.backend == "cublaslt")
+    assert not row.verdict.ok and "set aside" in row.verdict.reason and "no execution plan" in row.verdict.reason
+    other = kernelgen.explain("gemm", _A[:4], _B)  # for the problem, not for all
+    assert other.chosen is not None and other.chosen.backend == "cublaslt"
+
+
+@pytest.mark.parametrize("fails", ["prepare", "run"])
+def test_a_named_backend_fails_by_name(fails: str, library: Callable[..., _Library]) -> None:
+    library(fails)
+    for _ in range(2):
+        with pytest.raises(BackendError, match="backend 'cublaslt'.*was asked for and failed.*no execution plan") as caught:
+            kernelgen.gemm(_A, _B, backend="cublaslt")
+        assert caught.value.backend == "cublaslt" and isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_what_fails_later_is_raised(library: Callable[..., _Library]) -> None:
+    """After its first use a failure is news of the caller's data or device, and is his to see."""
+    library("later")
+    for _ in range(2):
+        kernelgen.gemm(_A, _B)
+    with pytest.raises(RuntimeError, match="no execution plan"):
+        kernelgen.gemm(_A, _B)
+
+
+@pytest.mark.parametrize("fails", ["prepare", "run"])
+@pytest.mark.parametrize("backend", ["auto", "cublaslt"])
+def test_out_of_memory_is_the_callers(fails: str, backend: str, library: Callable[..., _Library]) -> None:
+    library(fails, torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(torch.OutOfMemoryError):
+        kernelgen.gemm(_A, _B, backend=backend)
+
+
+def test_a_fault_of_ours_is_not_worked_around(library: Callable[..., _Library], monkeypatch: pytest.MonkeyPatch) -> None:
+    library("run")
+    monkeypatch.setattr(backends()["generated"], "prepare", lambda *_: (_ for _ in ()).throw(RuntimeError("a fault of ours")))
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        kernelgen.gemm(_A, _B)
+
+
+def test_what_is_asked_for_has_to_be_promised(library: Callable[..., _Library]) -> None:
+    library("never", properties=Properties(deterministic=False))
+    decision = kernelgen.explain("gemm", _A, _B)
+    assert decision.chosen is not None and decision.chosen.backend == "generated"
+    row = next(c for c in decision.candidates if c.backend == "cublaslt")
+    assert "deterministic=True is asked for" in row.verdict.reason
+    with pytest.raises(NoBackendError, match="deterministic"):
+        kernelgen.gemm(_A, _B, backend="cublaslt")
+    free = kernelgen.explain("gemm", _A, _B, deterministic=False)
+    assert free.chosen is not None and free.chosen.backend == "cublaslt" and not free.chosen.properties.deterministic
+
+
+def test_gradients_and_batch_invariance_are_promises_too(library: Callable[..., _Library]) -> None:
+    library("never")
+    decision = kernelgen.explain("gemm", _A.clone().requires_grad_(), _B)
+    row = next(c for c in decision.candidates if c.backend == "cublaslt")
+    assert "a gradient is asked for" in row.verdict.reason and decision.chosen is not None and decision.chosen.properties.backward
+    q = torch.randn(1, 4, 2, 16)
+    attention = kernelgen.explain("attention", q, q, q, batch_invariant=True)
+    row = next(c for c in attention.candidates if c.backend == "cublaslt")
+    assert "batch_invariant=True is asked for" in row.verdict.reason and attention.chosen is not None
+    assert attention.chosen.properties.batch_invariant

@@ -1,0 +1,143 @@
+"""Measured times: buckets, the file, what makes a time count, and whether it decides."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import kernelgen
+from kernelgen.dispatch import measured, select
+from kernelgen.dispatch.timings import Machine, Measurement, Timings, TimingsError
+from kernelgen.targets import target_of
+
+HERE = target_of("cpu")
+_A, _B = torch.randn(40, 64), torch.randn(64, 96)
+
+
+def _problem() -> object:
+    return kernelgen.explain("gemm", _A, _B).problem
+
+
+def _measurement(backend: str, kernel: str, us: float | None, config: dict[str, object] | None = None, release: str = "") -> Measurement:
+    return Measurement(backend, kernel, config, us, release or measured.release_of(backend))
+
+
+def _save(*found: Measurement) -> Path:
+    name = measured.bucket(_problem())
+    assert name is not None
+    path = measured.save("gemm", Machine.here(HERE), {name: found})
+    select.forget()
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _forget(fresh_cache: object) -> object:
+    select.forget()
+    yield
+    select.forget()
+
+
+def test_a_bucket_rounds_what_changes_from_call_to_call() -> None:
+    problem = _problem()
+    name = measured.bucket(problem)
+    assert name is not None and "m=64" in name and "n=96" in name and "k=64" in name
+    assert measured.bucket(replace(problem, m=33)) == name != measured.bucket(replace(problem, m=32))
+    assert measured.bucket(replace(problem, bias=True)) != name
+    assert [measured.rounded(n) for n in (0, 1, 2, 3, 4, 5, 1023, 1024, 1025)] == [0, 1, 2, 4, 4, 8, 1024, 1024, 2048]
+
+
+def test_a_variant_has_no_bucket() -> None:
+    q = torch.randn(1, 8, 2, 64)
+    problem = kernelgen.explain("attention", q, q, q, variant=kernelgen.variant(lambda score, ctx: score * 2.0, name="twice")).problem
+    assert measured.bucket(problem) is None
+
+
+def test_the_fastest_wins_whatever_the_rules_say() -> None:
+    before = kernelgen.explain("gemm", _A, _B)
+    assert before.chosen is not None and before.chosen.backend == "generated" and before.decided_by == "rule"
+    _save(_measurement("generated", "gemm/gemm_cpu", 80.0, measured.as_fields(before.chosen.config)), _measurement("torch", "", 20.0))
+    after = kernelgen.explain("gemm", _A, _B)
+    assert after.chosen is not None and after.chosen.backend == "torch" and after.decided_by == "measurement"
+    assert "20 us measured" in str(after) and "measured here" in after.basis
+    row = next(r for r in after.as_dict()["candidates"] if r["backend"] == "generated")
+    assert row["measured_us"] == 80.0 and not row["chosen"]
+    assert kernelgen.explain("gemm", _A, _B, backend="generated").decided_by == "call"
+
+
+def test_the_measured_config_is_taken() -> None:
+    first = kernelgen.explain("gemm", _A, _B).chosen
+    assert first is not None
+    from kernelgen.kernels.gemm import gemm_cpu
+
+    other = next(c for c in gemm_cpu.FAMILY.candidates(_problem(), HERE) if c != first.config)
+    _save(_measurement("generated", "gemm/gemm_cpu", 10.0, measured.as_fields(other)), _measurement("torch", "", 20.0))
+    chosen = kernelgen.explain("gemm", _A, _B).chosen
+    assert chosen is not None and chosen.config == other
+    torch.testing.assert_close(kernelgen.gemm(_A, _B), _A @ _B)
+
+
+def test_configs_that_mean_nothing_here_are_left_out() -> None:
+    _save(_measurement("generated", "gemm/gemm_cpu", 10.0, {"no_such_field": 1}), _measurement("torch", "", 20.0))
+    decision = kernelgen.explain("gemm", _A, _B)
+    assert decision.chosen is not None and decision.chosen.backend == "torch"
+
+
+def test_another_release_makes_the_whole_bucket_stale() -> None:
+    _save(_measurement("generated", "gemm/gemm_cpu", 80.0), _measurement("torch", "", 20.0, release="1.0"))
+    decision = kernelgen.explain("gemm", _A, _B)
+    assert decision.chosen is not None and decision.chosen.backend == "generated" and decision.decided_by == "rule"
+    assert "measured with torch 1.0" in decision.basis and "kernelgen tune" in decision.basis
+
+
+@pytest.mark.parametrize("spoil", ["cut", "number", "schema", "empty", "not json"])
+def test_a_file_that_is_not_as_it_was_written_is_not_believed(spoil: str, caplog: pytest.LogCaptureFixture) -> None:
+    path = _save(_measurement("torch", "", 20.0))
+    text = path.read_text()
+    spoilt = {"cut": text[: len(text) // 2], "number": text.replace("20.0", "10.0"), "schema": text.replace('"schema": 1', '"schema": 7'),
+              "empty": "", "not json": "[1, 2]"}[spoil]
+    assert spoilt != text
+    path.write_text(spoilt)
+    select.forget()
+    with caplog.at_level("WARNING"):
+        decision = kernelgen.explain("gemm", _A, _B)
+    assert decision.decided_by == "rule" and "kernelgen tune writes it anew" in caplog.text
+    with pytest.raises(TimingsError):
+        Timings.read(path)
+    _save(_measurement("torch", "", 30.0))
+    assert kernelgen.explain("gemm", _A, _B).decided_by == "measurement"
+    assert path.with_suffix(".broken").read_text() == spoilt
+
+
+_WRITER = """
+import sys
+from pathlib import Path
+from kernelgen.dispatch.timings import Machine, Measurement, Timings
+machine = Machine("GPU", 1, "", "", "", "")
+for i in range(20):
+    Timings.merge(Path(sys.argv[1]), "gemm", machine, {f"{sys.argv[2]} {i}": (Measurement("torch", "", None, 1.0, ""),)})
+"""
+
+
+def test_two_processes_merge_into_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "gemm.json"
+    writers = [subprocess.Popen([sys.executable, "-c", _WRITER, str(path), name]) for name in ("a", "b")]
+    assert [w.wait(120) for w in writers] == [0, 0]
+    assert len(Timings.read(path).problems) == 40
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["gemm.json", "gemm.lock"]
+
+
+def test_times_of_another_machine_are_another_file() -> None:
+    here = Machine.here(HERE)
+    assert here.slug != replace(here, driver="1").slug != replace(here, torch="1.0").slug and " " not in here.slug
+
+
+def test_defaults_round_trip() -> None:
+    here, found = Machine.here(HERE), {"m=1": (_measurement("torch", "", 1.5), _measurement("generated", "x", None))}
+    again = Timings.parse(measured.dumps("gemm", here, found), "gemm.json", "shipped")
+    assert again.problems == found and again.machine == here and json.loads(measured.dumps("gemm", here, found))["schema"] == 1

@@ -1,0 +1,241 @@
+#!/usr/bin/env python3
+"""Dispatch on a GPU: every backend on 60 real problems beside what ``auto`` takes, and the cost model on 20 that it was not fitted to.
+
+    python tools/bench/dispatch.py                         everything, into tools/bench/results/h200_dispatch.json
+    python tools/bench/dispatch.py --budget 100 --resume   begins no problem after 100 s; later the rest
+    python tools/bench/dispatch.py --table                 the table of the file, without a GPU
+    python tools/bench/dispatch.py --fit dispatch/data/sm_90a-h200    writes cost.json, and the measured times as defaults that ship
+
+Candidates are those of ``kernelgen tune`` with one config each: checked against the reference, then timed beside each other in a child
+process. ``--without flashinfer`` leaves out what compiles for minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))
+
+import torch  # noqa: E402
+
+import kernelgen  # noqa: E402
+from kernelgen.bench import machine as machines  # noqa: E402
+from kernelgen.dispatch import cost, fitting, measured, select  # noqa: E402
+from kernelgen.dispatch.timings import Machine, Measurement  # noqa: E402
+from kernelgen.dispatch.trials import trials_of  # noqa: E402
+from kernelgen.dispatch.tuning import Options, Worker  # noqa: E402
+from kernelgen.targets import Target, target_of  # noqa: E402
+
+_JSON = Path(__file__).parent / "results" / "h200_dispatch.json"
+_H200 = cost.Machine("NVIDIA H200", bandwidth=4.55e6, flops_16=8.0e8, sm_count=132, fits={})
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call by shapes. ``held_out``: of the 20 that the cost model is not fitted to."""
+
+    op: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...] = ()
+    dtype: str = "bf16"
+    held_out: bool = False
+
+    def problem(self, target: Target) -> Any:
+        given = {k: tuple(v) if isinstance(v, list) else v for k, v in self.kwargs}
+        problem = kernelgen.explain(self.op, *self.args, target=replace(target), dtype=self.dtype, **given).problem
+        return replace(problem, b_order="col") if hasattr(problem, "b_order") else problem  # the transpose of a Linear's weight
+
+
+def _dense(
+    b: int, s: int, h: int, d: int, causal: bool, hkv: int = 0, sq: int = 0, held: bool = False, dtype: str = "bf16", **more: Any,
+) -> Case:
+    q, kv = (b, sq or s, h, d), (b, s, hkv or h, d)
+    return Case("attention", (q, kv, kv), (("causal", causal), *more.items()), dtype, held)
+
+
+def _ragged(b: int, tokens: int, h: int, hkv: int, d: int, held: bool = False) -> Case:
+    kv = (tokens, hkv, d)
+    return Case("attention_varlen", ((tokens, h, d), kv, kv, (b + 1,), (b + 1,)), (("causal", True),), "bf16", held)
+
+
+def _gemm(m: int, n: int, k: int, held: bool = False, dtype: str = "bf16", **more: Any) -> Case:
+    return Case("gemm", ((m, k), (k, n)), tuple(more.items()), dtype, held)
+
+
+def _attention_cases() -> Iterator[Case]:
+    for d, h in ((64, 32), (128, 16), (256, 8)):
+        for causal in (False, True):
+            for b, s in ((16, 1024), (4, 4096), (1, 16384)):
+                yield _dense(b, s, h, d, causal)
+            yield _dense(2, 8192, h, d, causal, held=True)
+    yield from (_dense(b, s, 16, 128, True) for b, s in ((16, 128), (8, 512), (1, 512)))
+    yield from (_dense(4, 2048, 32, 128, True, hkv=8), _dense(1, 3000, 32, 128, True, hkv=8), _dense(2, 777, 16, 96, True),
+                _dense(2, 1000, 16, 80, False), _dense(4, 2048, 16, 128, True, return_lse=True),
+                _dense(4, 4096, 16, 128, True, window=[511, 0]), _dense(2, 2048, 16, 128, True, soft_cap=30.0),
+                _dense(8, 1024, 32, 64, False, dtype="fp16"))
+    yield from (_dense(b, s, 32, 128, True, hkv=8, sq=1) for b, s in ((1, 8192), (16, 8192), (64, 2048)))
+    yield from (_dense(4, 4096, 32, 128, True, hkv=8, sq=64), _ragged(8, 8192, 32, 8, 128), _ragged(64, 16384, 32, 8, 128))
+    yield from (_dense(3, 300, 16, 128, True, held=True), _dense(16, 2048, 32, 64, True, held=True),
+                _dense(8, 1024, 32, 128, True, hkv=8, held=True), _dense(32, 4096, 32, 128, True, hkv=8, sq=1, held=True),
+                _ragged(16, 16384, 32, 8, 128, held=True))
+
+
+def _product_cases() -> Iterator[Case]:
+    for m in (1, 16, 64, 128, 256, 512, 4096):
+        yield _gemm(m, 4096, 7168)
+    for m, n, k in ((16, 28672, 8192), (128, 2112, 7168), (256, 2112, 7168), (4096, 24576, 1536), (2048, 8192, 8192),
+                    (4096, 576, 7168)):
+        yield _gemm(m, n, k)
+    yield from (_gemm(1000, 1000, 1000), _gemm(333, 4096, 4104), _gemm(2048, 4096, 4096, dtype="fp16"),
+                _gemm(512, 14336, 4096, activation="silu"),
+                _gemm(512, 4096, 4096, bias=[4096]), _gemm(64, 4096, 14336, bias=[4096], activation="gelu"))
+    yield from (Case("gemm", ((128, m, 512), (128, 512, 128))) for m in (8, 512))
+    for m in (16, 128, 4096):
+        yield _gemm(m, 4096, 7168, dtype="e4m3", scale_a=[m, 1], scale_b=[1, 4096])
+        yield _gemm(m, 4096, 7168, dtype="e4m3", scale_a=[m, 56], scale_b=[56, 32])
+    yield from (Case("grouped_gemm", ((8192, 4096), (8, 4096, 4096), (8,))),
+                Case("grouped_gemm", ((4096, 2048), (128, 2048, 1536), (128,))))
+    for m, n, k in ((8, 8192, 8192), (96, 6144, 4096), (384, 4096, 4096), (1024, 4096, 14336), (8192, 4096, 4096), (700, 3000, 2056)):
+        yield _gemm(m, n, k, held=True)
+    yield from (_gemm(64, 7168, 2048, dtype="e4m3", scale_a=[64, 1], scale_b=[1, 7168], held=True),
+                _gemm(2048, 4096, 4096, dtype="e4m3", scale_a=[2048, 32], scale_b=[32, 32], held=True),
+                _gemm(2048, 4096, 4096, dtype="fp16", bias=[4096], held=True))
+
+
+def cases() -> tuple[Case, ...]:
+    return (*_attention_cases(), *_product_cases())
+
+
+def measure(todo: list[Case], target: Target, options: Options, without: tuple[str, ...], budget: float) -> Iterator[dict[str, Any]]:
+    """A row for each case: every candidate's time, and what auto would have taken before it was measured."""
+    worker, start = Worker(), time.perf_counter()
+    try:
+        for case in todo:
+            if time.perf_counter() - start > budget:
+                return
+            problem = case.problem(target)
+            rows = [c.settled() for c in select.candidates_of(problem, target)]
+            trials = [t for t in trials_of(problem, target, rows, 1) if t.backend not in without]
+            chosen = select.choose(problem, target).chosen
+            outcomes = worker.run(problem, target, {}, trials, options)
+            row = {
+                "problem": str(problem), "held_out": case.held_out, "chosen_before": chosen.label if chosen else "",
+                "times": {f"{o.trial.backend} {o.trial.kernel}".strip(): round(o.us, 3) for o in outcomes if o.us is not None},
+                "configs": {o.trial.kernel: str(o.trial.config) for o in outcomes if o.trial.config is not None},
+                "without_time": {f"{o.trial.backend} {o.trial.kernel}".strip(): o.note for o in outcomes if o.us is None},
+                "measurements": [vars(o.measurement()) for o in outcomes],
+            }
+            best = min(row["times"].items(), key=lambda item: item[1], default=("nothing", math.nan))  # type: ignore[attr-defined]
+            print(f"{problem!s:<110} best {best[0]} {best[1]:.1f} us", file=sys.stderr, flush=True)
+            yield row
+    finally:
+        worker.stop()
+
+
+def table(rows: list[dict[str, Any]], target: Target, model: cost.Machine | None) -> list[str]:
+    """What each backend takes beside the best, what auto takes before (rules, model) and with the measurements; the model on what it was
+    not fitted to."""
+    lines = ["x the best time of any backend, by problem:", ""]
+    sums: dict[str, list[float]] = defaultdict(list)
+    by_name = {str(case.problem(target)): case.problem(target) for case in cases()}
+    held = []
+    for row in rows:
+        times = row["times"]
+        if not times:
+            continue
+        best = min(times.values())
+        of_backend: dict[str, float] = {}
+        for label, us in times.items():
+            name = label.split(" ")[0]
+            of_backend[name] = min(us, of_backend.get(name, math.inf))
+        problem = by_name.get(row["problem"])
+        if model is not None and problem is not None:
+            work = cost.work_of(problem)
+            predicted = {label: fit.us(work, model) for label in times if work is not None
+                         and (fit := model.fits.get(f"{cost.kind(problem)} {label}") or model.fits.get(f"{problem.op} {label}"))}
+            if row["held_out"]:
+                held.append((fitting.regret(times, predicted), row["problem"]))
+        before = times.get(row["chosen_before"])
+        words = "  ".join(f"{name} {us / best:.2f}" for name, us in sorted(of_backend.items(), key=lambda item: item[1]))
+        lines.append(f"{row['problem']:<112} {best:9.1f} us  rules {before / best if before else math.nan:.2f} | {words}")
+        if row["held_out"]:
+            continue
+        sums["auto, rules"] += [before / best] if before else []
+        sums["auto, measured"].append(1.0)
+        for name, us in of_backend.items():
+            sums[name].append(us / best)
+    lines += ["", "geometric mean over the problems that each runs (and how many):"]
+    lines += [f"  {name:<16} {math.exp(sum(map(math.log, found)) / len(found)):.3f}  worst {max(found):.2f}  ({len(found)})"
+              for name, found in sorted(sums.items())]
+    if held:
+        lines += ["", f"cost model on {len(held)} problems that it was not fitted to: worst {max(held)[0]:.2f} ({max(held)[1]}), "
+                      f"mean {math.exp(sum(math.log(r) for r, _ in held) / len(held)):.3f}"]
+    return lines
+
+
+def write_defaults(rows: list[dict[str, Any]], folder: Path, target: Target, here: Machine) -> cost.Machine:
+    """cost.json from the problems that are not held out, and the times of all as defaults."""
+    by_name = {str(case.problem(target)): case.problem(target) for case in cases()}
+    points = [(by_name[row["problem"]], label, us) for row in rows if not row["held_out"] and row["problem"] in by_name
+              for label, us in row["times"].items()]
+    model = fitting.fit(_H200, points)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "cost.json").write_text(json.dumps(fitting.as_dict(model), indent=1) + "\n")
+    found: dict[str, dict[str, tuple[Measurement, ...]]] = defaultdict(dict)
+    for row in rows:
+        problem = by_name.get(row["problem"])
+        name = measured.bucket(problem) if problem is not None else None
+        if name is not None and row["times"]:
+            found[problem.op][name] = tuple(Measurement(**m) for m in row["measurements"])
+    for op, problems in found.items():
+        (folder / f"{op}.json").write_text(measured.dumps(op, here, problems))
+    return model
+
+
+def main(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="begin no problem after so long")
+    parser.add_argument("--samples", type=int, default=5)
+    parser.add_argument("--timeout", type=float, default=20.0, help="seconds for one candidate")
+    parser.add_argument("--without", nargs="*", default=[], metavar="BACKEND")
+    parser.add_argument("--only", default="", help="problems whose words contain this")
+    parser.add_argument("--resume", action="store_true", help="keep the file's rows, and leave out its problems")
+    parser.add_argument("--table", action="store_true", help="print the table of the file and stop")
+    parser.add_argument("--fit", type=Path, metavar="FOLDER", help="write cost.json and the defaults of the file there, print the table")
+    parser.add_argument("--json", type=Path, default=_JSON)
+    parser.add_argument("--commit", help="to record where git cannot tell (40 hex digits)")
+    o = parser.parse_args(words)
+    hopper = replace(Target.parse("sm_90a"), sm_count=132)
+    if o.table or o.fit:
+        data = json.loads(o.json.read_text())
+        model = write_defaults(data["rows"], o.fit, hopper, Machine(**data["here"])) if o.fit else cost.machine_of(hopper)
+        print("\n".join(table(data["rows"], hopper, model)))
+        return 0
+    if not torch.cuda.is_available():
+        sys.exit("torch finds no CUDA device; --table and --fit need none")
+    target = target_of("cuda")
+    kept = json.loads(o.json.read_text())["rows"] if o.resume and o.json.is_file() else []
+    done = {row["problem"] for row in kept}
+    todo = [c for c in cases() if o.only in str(c.problem(target)) and str(c.problem(target)) not in done]
+    head = o.commit or machines.commit()[0]
+    data = {"date": machines.now(), "commit": head, "machine": machines.machine(), "versions": machines.versions(),
+            "here": vars(Machine.here(target)), "rows": kept}
+    options = Options(configs=1, samples=o.samples, timeout=o.timeout, again=True)
+    for row in measure(todo, target, options, tuple(o.without), o.budget):
+        data["rows"].append(row)
+        o.json.write_text(json.dumps(data, indent=1) + "\n")
+    print("\n".join(table(data["rows"], target, cost.machine_of(target))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
