@@ -201,17 +201,22 @@ def test_explain_names_every_kernel() -> None:
 
 
 def test_who_adds_rows_to_tokens() -> None:
-    """Down itself, on Hopper alone, of many slots and where the order is free; the shared expert writes the result first."""
-    def steps(tokens: int, target: str = "sm_90a", **options: Any) -> list[str]:
-        shapes: tuple[Any, ...] = ((tokens, 4096), (8, 28672, 4096), (8, 4096, 14336), (tokens, 2), (tokens, 2))
-        chosen = kernelgen.explain("moe", *shapes, target=target, **({"deterministic": False} | options)).chosen
+    """Down itself, on Hopper alone, of many slots in fp8 blocks and where the order is free; the shared expert writes the result first."""
+    blocks = [torch.empty(s, dtype=E4M3, device="meta") for s in ((8, 512, 4096), (8, 4096, 256))]
+    scales = dict(scale13=torch.empty(8, 4, 32, device="meta"), scale2=torch.empty(8, 32, 2, device="meta"))
+
+    def steps(tokens: int, target: str = "sm_90a", *, weights: Any = blocks, **options: Any) -> list[str]:
+        x, slots = torch.empty(tokens, 4096, dtype=BF16, device="meta"), torch.empty(tokens, 2, device="meta")
+        given: dict[str, Any] = {"deterministic": False} | (scales if weights is blocks else {}) | options
+        chosen = kernelgen.explain("moe", x, *weights, slots, slots.int(), target=target, **given).chosen
         assert chosen is not None and isinstance(chosen.config, Steps)
         return [name for name, _ in chosen.config.decisions]
 
     many = 65536
-    assert steps(many) == ["sort", "up", "down"]
-    assert steps(many, shared=((1024, 4096), (4096, 512))) == ["shared_up", "shared_down", "sort", "up", "down"]
-    for usual in (steps(many, deterministic=True), steps(512), steps(many, "sm_80"), steps(many, weights_on_input=True)):
+    assert steps(many) == ["quantize_x", "sort", "up", "quantize_hidden", "down"]
+    assert steps(many, shared=((1024, 4096), (4096, 512)))[:3] == ["shared_up", "shared_down", "quantize_x"]
+    for usual in (steps(many, deterministic=True), steps(512), steps(many, "sm_80"), steps(many, weights_on_input=True),
+                  steps(many, weights=[w.to(BF16) for w in blocks])):
         assert usual[-1] == "unpermute"
 
 

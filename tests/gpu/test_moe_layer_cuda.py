@@ -159,6 +159,7 @@ def test_second_product_adds_to_tokens(name: str, monkeypatch: pytest.MonkeyPatc
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the products of Hopper")
     monkeypatch.setattr(layer_steps, "_SCATTERED_SLOTS", 1)
+    monkeypatch.setattr(layer_steps, "_SCATTERED_RECIPES", ("", "row", "block_1x128"))
     select.forget()
     moe_op._calls.clear()
     for tokens in (40, 333):
@@ -193,6 +194,10 @@ def test_additions_in_graphs_and_on_streams(monkeypatch: pytest.MonkeyPatch) -> 
     """Whole numbers, whose sums are exact in any order: the bits of the fixed order, replayed and on two streams at the same time."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the products of Hopper")
+    monkeypatch.setattr(layer_steps, "_SCATTERED_SLOTS", 1)
+    monkeypatch.setattr(layer_steps, "_SCATTERED_RECIPES", ("",))
+    select.forget()
+    moe_op._calls.clear()
     c = cuda(700, 24, 6, 1152, 64, activation="identity")
     for name in ("x", "w13", "w2"):
         c[name] = (torch.arange(c[name].numel(), device="cuda") % (61 if name == "x" else 7) == 0).view(c[name].shape).to(BF16)
@@ -215,6 +220,8 @@ def test_additions_in_graphs_and_on_streams(monkeypatch: pytest.MonkeyPatch) -> 
     torch.cuda.synchronize()
     for result in (captured, *results):
         assert_bits_equal(result, expected, what="sums of whole numbers")
+    select.forget()
+    moe_op._calls.clear()
 
 
 def test_nothing_waits_for_the_device() -> None:

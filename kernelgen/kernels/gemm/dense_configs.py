@@ -138,7 +138,7 @@ GATHERED: dict[str, tuple[Measured, ...]] = {
     "plain": (Measured(Config(1, 2, 256, 4), 0.670, 1.6), Measured(Config(1, 2, 192, 4), 0.85, 1.2),
               Measured(Config(2, 2, 128, 5, pingpong=True), 0.62, 0.1), Measured(Config(1, 1, 128, 8), 0.25, 0.8),
               Measured(Config(1, 1, 64, 10), 0.22, 0.6)),
-    "blocks": (Measured(Config(1, 2, 256, 4, parts=4), 0.80, 1.6), Measured(Config(1, 1, 256, 5, parts=4), 0.55, 2.7)),
+    "blocks": (Measured(Config(1, 1, 256, 5, parts=4), 0.55, 2.7), Measured(Config(1, 2, 256, 4, parts=4), 1.24, 1.6)),
 }
 
 
