@@ -102,7 +102,14 @@ class Generated(Backend):
                 assert decision.chosen is not None
                 return self.prepare(decision.problem, target, decision.chosen.kernel, decision.chosen.config, tensors)
 
-            return made_of.bind(problem, tuple(decisions), prepare, tensors)
+            try:
+                return made_of.bind(problem, tuple(decisions), prepare, tensors)
+            except ArtifactMissingError as error:
+                from kernelgen.aot.manifest import prebuild_command_of
+
+                chosen = [(d.problem, target, d.chosen.kernel, d.chosen.config) for d in decisions.values() if d.chosen is not None]
+                # All that are missing, so that one command is enough.
+                raise error.with_command(prebuild_command_of(step for step in chosen if _is_missing(*step))) from None
         family = _family(problem.op, target, kernel)
         path = settings().record
         if path is not None:
@@ -116,6 +123,15 @@ class Generated(Backend):
 
             raise error.with_command(prebuild_command(problem, target, kernel, config)) from None
         return family.bind(problem, config, loaded, tensors)
+
+
+def _is_missing(problem: Any, target: Target, kernel: str, config: Any) -> bool:
+    """Under KERNELGEN_JIT=0: nothing is built."""
+    try:
+        build.build(_family(problem.op, target, kernel).spec(problem, target, config))
+    except ArtifactMissingError:
+        return True
+    return False
 
 
 def _family(op: str, target: Target, name: str) -> KernelFamily:

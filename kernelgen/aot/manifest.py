@@ -87,8 +87,14 @@ def encode_line(problem: Any, target: Target, kernel: str, config: Any, *, brief
 
 def prebuild_command(problem: Any, target: Target, kernel: str, config: Any) -> str:
     """The command that builds exactly this kernel, on any machine with a compiler."""
+    return prebuild_command_of([(problem, target, kernel, config)])
+
+
+def prebuild_command_of(kernels: Iterable[tuple[Any, Target, str, Any]]) -> str:
+    """The same of several (problem, target, kernel, config)."""
     try:
-        return f"kernelgen prebuild --spec {shlex.quote(encode_line(problem, target, kernel, config, brief=True))}"
+        lines = dict.fromkeys(encode_line(*kernel, brief=True) for kernel in kernels)
+        return " ".join(["kernelgen prebuild", *(f"--spec {shlex.quote(line)}" for line in lines)])
     except SettingsError:
         return "KERNELGEN_JIT=1 KERNELGEN_RECORD=specs.jsonl COMMAND; kernelgen prebuild --manifest specs.jsonl"
 

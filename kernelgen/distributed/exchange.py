@@ -13,7 +13,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from kernelgen.dispatch.decision import Decision
+from kernelgen.dispatch.select import no_backend_error
 from kernelgen.errors import DeviceError, SettingsError
+from kernelgen.settings import settings
 
 ALL_TO_ALL = ("nccl", "gloo", "mpi", "ucc", "xccl")
 TRANSPORTS = ("auto", "all_to_all", "p2p")
@@ -113,19 +116,28 @@ WIDTH = 11
 OK, REFUSED = 0, 1
 
 
-def swap_headers(ranks: Ranks, transport: str, sent: torch.Tensor) -> tuple[list[list[int]], list[list[int]]]:
-    """sent (size, WIDTH) int64, row r for rank r: (sent, received) as numbers. The one wait for the device, and one copy from it."""
+def swap_headers(ranks: Ranks, sent: torch.Tensor) -> tuple[list[list[int]], list[list[int]]]:
+    """sent (size, WIDTH) int64, row r for rank r: (sent, received) as numbers. The one wait for the device, and one copy from it.
+
+    They travel in one way whatever the caller wishes for the rows: a rank that refuses its arguments cannot know what the others wish.
+    """
     ones = [1] * ranks.size
-    received = start_rows(ranks, transport, sent, ones, ones).wait()
+    received = start_rows(ranks, ranks.transport(sent.device, "auto"), sent, ones, ones).wait()
     both = torch.cat((sent, received)).tolist()
     return both[: ranks.size], both[ranks.size :]
+
+
+def check_chosen(decision: Decision, backend: str) -> None:
+    """A backend that cannot run what a call consists of is an error of its arguments: raised before others wait. Raises NoBackendError."""
+    if decision.chosen is None:
+        raise no_backend_error(decision, settings().backend if backend == "auto" else backend)
 
 
 def refuse(ranks: Ranks, call: int, device: torch.device | None) -> None:
     """Tell every rank that this one raises an error, so that none waits for rows that never come."""
     usable = device if device is not None and device.type in ranks.backends else ranks.some_device()
     header = torch.tensor([[call, REFUSED] + [0] * (WIDTH - 2)] * ranks.size, dtype=torch.int64, device=usable)
-    swap_headers(ranks, ranks.transport(usable, "auto"), header)
+    swap_headers(ranks, header)
 
 
 def check_peers(

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kernelgen.distributed.exchange import Ranks, check_peers, ranks_of, refuse, start_rows, swap_headers
+from kernelgen.dispatch.select import choose
+from kernelgen.distributed.exchange import Ranks, check_chosen, check_peers, ranks_of, refuse, start_rows, swap_headers
 from kernelgen.dtypes import DTYPES, dtype_name
 from kernelgen.errors import DeviceError, DtypeError, LayoutError, NoBackendError, SettingsError, ShapeError
 from kernelgen.guard import check_backend, check_plain, needs_torch, outside_graphs, watched, whole
@@ -20,6 +21,7 @@ from kernelgen.ops.moe import moe as local_moe
 from kernelgen.ops.moe_pieces import moe_permute, moe_sort, moe_unpermute
 from kernelgen.ops.weights import PackedWeight
 from kernelgen.settings import settings
+from kernelgen.targets import target_of
 
 COMBINES = ("slots", "ranks")
 _CALL = 0x6D6F65
@@ -39,7 +41,7 @@ _FIELDS: tuple[tuple[str, type[Exception], Any], ...] = (
     ("ids", ShapeError, "k = {}".format),
     ("x", DtypeError, _dtype),
     ("weights", DtypeError, _dtype),
-    ("activation, alpha, limit, gate_up, weights_on_input or combine", SettingsError, "options of checksum {:08x}".format),
+    ("activation, alpha, limit, gate_up, weights_on_input, combine or transport", SettingsError, "options of checksum {:08x}".format),
 )
 
 
@@ -69,10 +71,10 @@ def expert_range(num_experts: int, *, group: Any = None, rank: int | None = None
     """
     ranks = ranks_of(group)
     bounds = _even_bounds(num_experts, ranks.size)
-    rank = ranks.rank if rank is None else rank
-    if not 0 <= rank < ranks.size:
-        raise ShapeError(f"rank: got {rank}, expected 0 to {ranks.size - 1}")
-    return range(bounds[rank], bounds[rank + 1])
+    number_of = ranks.rank if rank is None else whole(rank)
+    if number_of is None or not 0 <= number_of < ranks.size:
+        raise ShapeError(f"rank: got {rank!r}, expected 0 to {ranks.size - 1}")
+    return range(bounds[number_of], bounds[number_of + 1])
 
 
 @outside_graphs("ranks are talked to")
@@ -95,7 +97,8 @@ def moe(
     combine         "slots": each chosen expert's row comes back, and the token's own rank adds them in slot order. "ranks": each
                     rank adds up its experts' rows, in slot order, rounds the sum to x's dtype and sends one row per token; the
                     token's rank adds these in the order of the ranks' first slots. Less comes back, and one rounding is added
-    transport       "auto", "all_to_all" (all_to_all_single) or "p2p" (batch_isend_irecv)
+    transport       "auto", "all_to_all" (all_to_all_single) or "p2p" (batch_isend_irecv), the same on all ranks; of the rows, not of what
+                    ranks tell each other first
     shared          every rank's own copy; computed while the tokens travel
 
     With "slots", generated kernels and the tokens of all ranks, in their order, as the tokens of one process, the result has the
@@ -140,7 +143,7 @@ def _run(
     earlier = (owner.unsqueeze(2) == owner.unsqueeze(1)).tril(-1).any(2)
     tokens = moe_sort(torch.where(earlier, -1, owner), ranks.size, backend=backend)
     counts = torch.stack([torch.diff(s.offsets, prepend=s.offsets.new_zeros(1)) for s in (tokens, slots)], 1)
-    sent, received = swap_headers(ranks, plan.transport, torch.cat((plan.header, counts), 1))
+    sent, received = swap_headers(ranks, torch.cat((plan.header, counts), 1))
     check_peers(ranks, plan.own, received, _FIELDS)
     (tokens_out, slots_out), (tokens_in, slots_in) = ([[row[i] for row in rows] for i in (-2, -1)] for rows in (sent, received))
 
@@ -263,21 +266,24 @@ def _new_plan(
     out: torch.Tensor | None, num_experts: int | None, expert_bounds: Sequence[int] | None, combine: str, transport: str,
 ) -> _Plan:
     o = dict(layer.options)
-    check_backend(o.pop("backend"))
-    describe_moe(x, layer.w13, layer.w2, weights, ids, shared=shared, expert_map=None, out=out, **o)
+    backend = o.pop("backend")
+    check_backend(backend)
+    problem, _ = describe_moe(x, layer.w13, layer.w2, weights, ids, shared=shared, expert_map=None, out=out, **o)
     check_plain("distributed.moe", x=x, weights=weights, ids=ids)
     given = (x, layer.w13, layer.w2, weights, o["bias13"], o["bias2"], o["scale13"], o["scale2"], *(shared or ()))
     if needs_torch(*given):
         raise SettingsError("distributed.moe: got a tensor that requires a gradient, expected none: the exchange has none; call it under "
                             "torch.no_grad()")
+    check_chosen(choose(problem, target_of(x.device), backend), backend)
     if combine not in COMBINES:
         raise SettingsError(f"combine: got {combine!r}, expected one of {', '.join(COMBINES)}")
     bounds = _bounds(ranks, layer.w13.shape[0], num_experts, expert_bounds)
     if bounds[-1] >= 2**31:
         raise ShapeError(f"num_experts: got {bounds[-1]}, expected fewer than 2^31")
-    dtypes, words = list(DTYPES), (o["activation"], o["alpha"], o["limit"], o["gate_up"], bool(o["weights_on_input"]), combine)
+    route = ranks.transport(x.device, transport)
+    dtypes, words = list(DTYPES), (o["activation"], o["alpha"], o["limit"], o["gate_up"], bool(o["weights_on_input"]), combine, route)
     own = [_CALL, 0, bounds[-1], zlib.crc32(repr(bounds).encode()), x.shape[1], ids.shape[1], dtypes.index(dtype_name(x.dtype)),
            dtypes.index(dtype_name(weights.dtype)), zlib.crc32(repr(words).encode())]
     return _Plan(
         bounds, torch.tensor(bounds[1:], dtype=ids.dtype, device=x.device),
-        torch.tensor([own] * ranks.size, dtype=torch.int64, device=x.device), own, ranks.transport(x.device, transport))
+        torch.tensor([own] * ranks.size, dtype=torch.int64, device=x.device), own, route)

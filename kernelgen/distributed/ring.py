@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from kernelgen.distributed.exchange import Ranks, check_peers, ranks_of, refuse, start_moves, swap_headers
+from kernelgen.distributed.exchange import Ranks, check_chosen, check_peers, ranks_of, refuse, start_moves, swap_headers
 from kernelgen.dtypes import DTYPES, dtype_name
 from kernelgen.errors import DeviceError, DtypeError, LayoutError, NoBackendError, SettingsError, ShapeError
 from kernelgen.guard import check_backend, check_flags, check_plain, check_required, needs_torch, outside_graphs
-from kernelgen.ops.attention import attention, check_sizes, check_soft_cap
+from kernelgen.ops.attention import attention, check_sizes, check_soft_cap, explain_attention
 from kernelgen.ops.checks import check_last_contiguous, check_rank, check_same_dtype, check_tensors, number
 from kernelgen.ops.merge import merge_states
+from kernelgen.targets import target_of
 
 LAYOUTS = ("contiguous", "zigzag")
 _CALL = 0x72696E67
@@ -200,14 +201,17 @@ def ring_attention(
         scale, soft_cap = (None if n is None else number(name, n) for name, n in (("scale", scale), ("soft_cap", soft_cap)))
         _check(q, k, v, causal, soft_cap, layout, return_lse, deterministic)
         check_backend(backend)
-        transport = ranks.transport(q.device, "auto")
+        if backend != "auto":
+            options = dict(causal=causal, scale=scale, soft_cap=soft_cap, return_lse=True, deterministic=deterministic)
+            check_chosen(explain_attention(q, k, v, **options, target=target_of(q.device), backend=backend, live=True), backend)
+        ranks.transport(q.device, "auto")  # an error where no backend moves such tensors
     except (ShapeError, DtypeError, DeviceError, LayoutError, SettingsError, NoBackendError):
         refuse(ranks, _CALL, q.device if isinstance(q, torch.Tensor) else None)
         raise
-    options = zlib.crc32(repr((bool(causal), scale, soft_cap, layout)).encode())
-    own = [_CALL, 0, q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], list(DTYPES).index(dtype_name(q.dtype)), options,
+    checksum = zlib.crc32(repr((bool(causal), scale, soft_cap, layout)).encode())
+    own = [_CALL, 0, q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], list(DTYPES).index(dtype_name(q.dtype)), checksum,
            q.shape[1], k.shape[1]]
-    _, received = swap_headers(ranks, transport, torch.tensor([own] * ranks.size, dtype=torch.int64, device=q.device))
+    _, received = swap_headers(ranks, torch.tensor([own] * ranks.size, dtype=torch.int64, device=q.device))
     check_peers(ranks, own, received, _FIELDS)
     lengths_q, lengths_k = ([header[i] for header in received] for i in (-2, -1))
     out, lse = _run(ranks, q, k, v, schedule(tuple(lengths_q), tuple(lengths_k), layout, bool(causal)),

@@ -13,7 +13,7 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DeviceError, DtypeError, LayoutError, SettingsError, ShapeError
-from kernelgen.guard import ORDINARY, check_plain, check_required, operator, record, through_torch, watched
+from kernelgen.guard import ORDINARY, check_backend, check_plain, check_required, operator, record, through_torch, watched
 from kernelgen.library.written import wrote
 from kernelgen.ops.checks import (
     check_last_contiguous,
@@ -91,12 +91,15 @@ def append_mla(
             return
         check_plain("append_mla")
     grad = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in (ckv, k_rope))
-    key = (
+    key: Hashable = (
         "mla", layout_of(ckv_cache, written=True), layout_of(k_rope_cache, written=True), layout_of(ckv), layout_of(k_rope),
         _table_key(page_table), optional_layout(positions), optional_layout(batch_indices), optional_layout(slot_mapping),
         _scale_key(k_scale), backend, grad, settings().check)
     where = (page_table, positions, batch_indices, slot_mapping)
-    call = _calls.get(key)
+    try:
+        call = _calls.get(key)
+    except TypeError:  # an option that has no hash is no legal one
+        key = call = None
     if call is None:
         pair = _split_mla(ckv_cache, k_rope_cache, ckv, k_rope, k_scale)
         scales = _mla_scales(k_scale, *pair)
@@ -196,13 +199,16 @@ def _append(
     inputs = (k, v, rotating.q if rotating is not None else None)
     grad = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in inputs)
     whole = isinstance(kv_cache, torch.Tensor)
-    key = (
+    key: Hashable = (
         tuple([layout_of(t, written=True) for t in kv_cache]) if isinstance(kv_cache, (tuple, list)) else layout_of(kv_cache, written=True),
         kv_layout, layout_of(k), layout_of(v), _table_key(table), optional_layout(positions), optional_layout(requests),
         optional_layout(slots), _scale_key(k_scale), _scale_key(v_scale), kv_scales, backend, grad,
         None if rotating is None else rotating.key(), settings().check,
     )
-    call = _calls.get(key)
+    try:
+        call = _calls.get(key)
+    except TypeError:  # an option that has no hash is no legal one
+        key = call = None
     if call is not None:
         return call(kv_cache, rotating, k, v, table, positions, requests, slots, k_scale, v_scale)
     return _first_call(
@@ -215,6 +221,7 @@ def _first_call(
     k_scale: Scale | None, v_scale: Scale | None, kv_scales: str | None, backend: str, grad: bool,
 ) -> torch.Tensor | None:
     """Check, describe, prepare and remember the call; run it. ``whole``: one tensor holds both sides of the cache."""
+    check_backend(backend)
     check_plain("append", kv_cache=kv_cache, k=k, v=v, q=None if rotating is None else rotating.q)
     check = settings().check
     problem, tensors = _describe(kv_cache, kv_layout, rotating, k, v, table, positions, requests, slots, k_scale, v_scale, kv_scales, grad)

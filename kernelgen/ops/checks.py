@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from kernelgen.errors import DeviceError, DtypeError, LayoutError, SettingsError, ShapeError
@@ -35,6 +37,12 @@ def check_last_contiguous(**tensors: torch.Tensor | None) -> None:
             raise LayoutError(
                 f"{name}: got stride {t.stride(-1)} in the last dimension of {shape_text(t)}, expected 1; call {name}.contiguous()"
             )
+
+
+def check_side_dtype(name: str, t: torch.Tensor, main: torch.dtype) -> None:
+    """Of what stands beside the operands: their dtype, or float32."""
+    if t.dtype not in (main, torch.float32):
+        raise DtypeError(f"{name}: got {t.dtype}, expected {' or '.join(dict.fromkeys((str(main), 'torch.float32')))}; convert with .to()")
 
 
 def check_rank(name: str, t: torch.Tensor, rank: int, layout: str) -> None:
@@ -110,6 +118,17 @@ def check_apart(name: str, written: torch.Tensor | None, /, **read: torch.Tensor
             raise LayoutError(f"{name}: got memory that {other} lies in, expected memory of its own; give another tensor, or none")
 
 
+def meeting_any(written: torch.Tensor, *read: torch.Tensor | None) -> Callable[..., bool]:
+    """(written, *read) -> do the spans of memory of such tensors of a prepared call meet? Then a closer look is due: check_apart."""
+    span, spans = span_of(written), [0 if t is None else span_of(t) for t in read]
+
+    def meets(written: torch.Tensor, *read: torch.Tensor | None) -> bool:
+        at = written.data_ptr()
+        return any(t is not None and -span < at - t.data_ptr() < reach for t, reach in zip(read, spans))
+
+    return meets
+
+
 def check_takes_no_gradient(name: str, t: torch.Tensor, *, leave: str = "") -> None:
     """A tensor that is written to past autograd, refused as the operator refuses it. ``leave``: the argument that may be left out.
 
@@ -137,8 +156,10 @@ def index_tensor(name: str, t: torch.Tensor, length: int | None, device: torch.d
 def number(name: str, value: object) -> float:
     """A Python float. A tensor is read now, which costs a sync on a GPU: pass plain numbers on hot paths."""
     try:
+        if isinstance(value, (str, bytes, bytearray)):  # which float() reads
+            raise TypeError("text")
         return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise SettingsError(f"{name}: got {value!r}, expected a number") from error
 
 

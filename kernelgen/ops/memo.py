@@ -23,7 +23,7 @@ def new_memo() -> dict[Hashable, Any]:
 
 
 def remember(memo: dict[Hashable, Any], key: Hashable, call: Any) -> None:
-    if unusual(key):
+    if key is None or unusual(key):
         return
     if len(memo) >= LIMIT:
         memo.clear()

@@ -12,7 +12,7 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DtypeError, ShapeError
-from kernelgen.guard import check_required, needs_torch, operator, record, through_torch, watched
+from kernelgen.guard import check_backend, check_required, needs_torch, operator, record, through_torch, watched
 from kernelgen.library.written import wrote
 from kernelgen.ops.checks import check_last_contiguous, check_no_output_with_grad, check_output, check_rank, check_tensors, shape_text
 from kernelgen.ops.memo import layout_of, new_memo, remember
@@ -39,12 +39,16 @@ def merge_states(
     grad = needs_torch(outs, lses)
     key = None if watched() else (
         layout_of(outs), layout_of(lses), layout_of(out, written=True), layout_of(lse, written=True), backend, grad)
-    call = _calls.get(key)
+    try:
+        call = _calls.get(key)
+    except TypeError:  # an option that has no hash is no legal one
+        key = call = None
     if call is not None:
         return call(outs, lses, out, lse)
     if through_torch(outs, lses):
         recorded: tuple[torch.Tensor, torch.Tensor] = record("merge_states", locals())
         return recorded
+    check_backend(backend)
     problem, tensors = _describe(outs, lses, out, lse, grad)
     _, run = prepare(problem, target_of(outs.device), backend, tensors)
 

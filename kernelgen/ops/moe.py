@@ -23,12 +23,15 @@ from kernelgen.ops.checks import (
     check_output,
     check_rank,
     check_same_dtype,
+    check_side_dtype,
     check_tensors,
+    meeting_any,
     number,
     shape_text,
 )
+from kernelgen.ops.expert_map import ExpertMap, as_table, local_range, map_key, table_on
 from kernelgen.ops.memo import layout_of, new_memo, remember
-from kernelgen.ops.moe_pieces import ExpertMap, check_slot_ids, local_range, table_on
+from kernelgen.ops.moe_pieces import check_slot_ids
 from kernelgen.ops.weights import PackedWeight
 from kernelgen.problems.common import alignment_of
 from kernelgen.problems.moe import MoeProblem, PackedForm
@@ -40,6 +43,7 @@ from kernelgen.targets import Target, target_of
 Scale = torch.Tensor | float
 Weight = torch.Tensor | PackedWeight
 Shared = tuple[torch.Tensor, torch.Tensor]
+_GATED_FORM = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}  # called alike elsewhere
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _calls = new_memo()
 
@@ -54,28 +58,29 @@ def moe(
 ) -> torch.Tensor:
     """out[t] = sum over slots s of weights[t, s] * (act(x[t] w13[e]^T + bias13[e]) w2[e]^T + bias2[e]) with e = ids[t, s].
 
-    x (T, H) float; w13 (E, 2 I, H), or (E, I, H) for an ungated activation; w2 (E, H, I); weights (T, k) float32 or x's
-    dtype; ids (T, k) int32 or int64. w13 and w2 have x's dtype, or are packed (:func:`pack_weight`) int4 or mxfp4, or are fp8
-    with float32 ``scale13``, ``scale2``: scalar, (E), per channel (E, N) or (E, N, 1), or blocks (E, ceil(N / 128),
+    x (T, H) float64, float32, bfloat16 or float16; w13 (E, 2 I, H), or (E, I, H) for an ungated activation; w2 (E, H, I); weights
+    (T, k) float32 or x's dtype; ids (T, k) int32 or int64. w13 and w2 have x's dtype, or are packed (:func:`pack_weight`) int4 or
+    mxfp4, or are fp8 with float32 ``scale13``, ``scale2``: scalar, (E), per channel (E, N) or (E, N, 1), or blocks (E, ceil(N / 128),
     ceil(K / 128)). Returns (T, H) in x's dtype. Beside fp8 weights the ``generated`` backend rounds a 16-bit x and the
     activation's result to their fp8 type, with a scale per row, or per 128 of a row where the weights' scales are of blocks; where
     a GPU has few tokens (moe/small_cuda, see ``explain``) it multiplies them as they are.
 
-    activation   swiglu, geglu, geglu_tanh, reglu, swiglu_oai (``alpha`` 1.702, ``limit`` 7 unless given), or ungated:
-                 relu, relu2, gelu, gelu_tanh, silu, identity; ``limit`` clamps gate and up of a gated one
+    activation   swiglu, geglu, geglu_tanh, reglu: silu(gate) * up and so on; swiglu_oai: gate * sigmoid(alpha * gate) * (up + 1),
+                 ``alpha`` 1.702 and ``limit`` 7 unless given; or ungated: relu, relu2, gelu, gelu_tanh, silu, identity
+    limit        of gated ones: gate up to it, up to -limit .. limit
     gate_up      order of the 2 I rows of w13 and bias13: "gate_first", "up_first" or "interleaved"
     bias13, bias2   (E, 2 I) and (E, H), of x's dtype or float32
     shared       (w13 (2 Is, H), w2 (H, Is)) of x's dtype: an expert that every token takes with weight 1
-    expert_map   (E_global) int32: local number of each global id, -1 = not here; or the local ids as (first, last + 1)
-                 or a range of E numbers
+    expert_map   (E_global) int32 or int64, or a list: local number of each global id, -1 = not here; or the local ids as
+                 (first, last + 1) or a range of E numbers
     weights_on_input   the weight multiplies x instead of the expert's output
 
     An id that names no expert here is skipped (under KERNELGEN_CHECK=1 one outside 0 .. E - 1, or outside the map, is a
     ShapeError); a repeated one adds again. The k contributions are added in slot order, in float32, always the same: equal calls
     give equal bits. With ``deterministic=False`` a Hopper GPU rounds each contribution of a layer of many slots, of fp8 experts with
     scales of blocks, to x's dtype and adds it to the result in that type, in whatever order experts end, as torch's index_add_ does:
-    errors are up to twice those of such a sum, and bits differ from call to call. Nothing waits for the device. Raises ShapeError, DtypeError, DeviceError, LayoutError,
-    SettingsError, NoBackendError.
+    errors are up to twice those of such a sum, and bits differ from call to call. ``out`` shares no memory with what is read. Nothing
+    waits for the device. Raises ShapeError, DtypeError, DeviceError, LayoutError, SettingsError, NoBackendError.
     """
     key = _signature(x, w13, w2, weights, ids, (activation, alpha, limit, gate_up, weights_on_input, deterministic, backend),
                      (bias13, bias2, out), (scale13, scale2), shared, expert_map)
@@ -119,7 +124,7 @@ def _signature(
     return (
         tuple(map(layout_of, every)), *(w.layout if isinstance(w, PackedWeight) else type(w) for w in (w13, w2)),
         tuple(layout_of(s) if isinstance(s, torch.Tensor) else (type(s), s) for s in scales), shared is None, options,
-        tuple(map(type, options)), layout_of(expert_map) if isinstance(expert_map, torch.Tensor) else expert_map, settings().check,
+        tuple(map(type, options)), map_key(expert_map), settings().check,
         torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in (*every, *scales)),
     )
 
@@ -128,20 +133,40 @@ def _prepared(sample: MoeTensors, run: Any, *scales: Scale | None) -> Callable[[
     """The repeated call of bound kernels, which only re-read addresses."""
     shape, table, first = tuple(sample.out.shape), sample.table is not None, sample.first
     scale13, scale2 = (None if s is None or isinstance(s, torch.Tensor) else _kept(s, sample.x.device) for s in scales)
+    meets = meeting_any(sample.out, *_read(*_inputs(sample)).values())
 
     def call(t: MoeTensors) -> torch.Tensor:
         if t.out is None:
             out = t.x.new_empty(shape)
         else:
             out = t.out
-            check_apart("out", out, x=t.x)
+            if meets(out, *_read(*_inputs(t)).values()):
+                check_apart("out", out, **_read(*_inputs(t)))
             wrote(out)
         run(t._replace(
-            out=out, table=t.expert_map.to(torch.int32).contiguous() if table else None, first=first,
+            out=out, table=as_table(t.expert_map) if table else None, first=first,
             scale13=scale13 if scale13 is not None else t.scale13, scale2=scale2 if scale2 is not None else t.scale2))
         return out
 
     return call
+
+
+def _inputs(t: MoeTensors) -> tuple[Any, ...]:
+    return t.x, t.w13, t.w2, t.weights, t.ids, t.bias13, t.bias2, t.scale13, t.scale2, t.shared, t.expert_map
+
+
+def _read(
+    x: Any, w13: Any, w2: Any, weights: Any, ids: Any, bias13: Any, bias2: Any, scale13: Any, scale2: Any, shared: Any, expert_map: Any,
+) -> dict[str, torch.Tensor | None]:
+    """Every tensor that a call reads, None for those that it has not."""
+    parts: dict[str, Any] = {}
+    for name, w in (("w13", w13), ("w2", w2)):
+        packed = isinstance(w, PackedWeight)
+        parts |= {name: w.codes, f"{name}.scale": w.scale, f"{name}.zero": w.zero} if packed else {name: w}
+    shared13, shared2 = shared or (None, None)
+    parts |= dict(x=x, weights=weights, ids=ids, bias13=bias13, bias2=bias2, scale13=scale13, scale2=scale2, shared_w13=shared13,
+                  shared_w2=shared2, expert_map=expert_map)
+    return {name: t if isinstance(t, torch.Tensor) else None for name, t in parts.items()}
 
 
 def explain_moe(*args: Any, target: Target, backend: str, live: bool, **kwargs: Any) -> Decision:
@@ -185,6 +210,8 @@ def describe_moe(
     if shared is not None and (not isinstance(shared, (tuple, list)) or len(shared) != 2):
         raise DtypeError(f"shared: got {type(shared).__name__}, expected the pair (w13 (2 Is, H), w2 (H, Is))")
     shared13, shared2 = shared if shared is not None else (None, None)
+    if shared is not None:
+        check_required(shared_w13=shared13, shared_w2=shared2)
     plain13, plain2 = (w.codes if isinstance(w, PackedWeight) else w for w in (w13, w2))
     map_tensor = expert_map if isinstance(expert_map, torch.Tensor) else None
     check_required(x=x, w13=plain13, w2=plain2, weights=weights, ids=ids)
@@ -200,6 +227,8 @@ def describe_moe(
                           shared_w2=shared2)
     halves = _check_activation(activation, alpha, limit, gate_up)
     alpha, limit = (None if n is None else number(name, n) for name, n in (("alpha", alpha), ("limit", limit)))
+    if limit is not None and not limit >= 0:
+        raise SettingsError(f"limit: got {limit}, expected 0 or more: it clamps to -limit .. limit")
     _check_dtypes(x, w13, w2, weights, scale13, scale2)
     (tokens, hidden), (experts, wide), k = x.shape, w13.shape[:2], ids.shape[1]
     if wide % halves:
@@ -207,13 +236,15 @@ def describe_moe(
     if w13.shape[2] != hidden:
         raise ShapeError(f"w13: got {w13.shape[2]} in dimension 2 of {tuple(w13.shape)}, expected {hidden} (the H of x)")
     if tuple(w2.shape) != (experts, hidden, wide // halves):
-        raise ShapeError(f"w2: got shape {tuple(w2.shape)}, expected {(experts, hidden, wide // halves)} ((E, H, I) by w13 and x)")
+        gated = _GATED_FORM.get(activation) if tuple(w2.shape) == (experts, hidden, wide // 2) else None
+        raise ShapeError(f"w2: got shape {tuple(w2.shape)}, expected {(experts, hidden, wide // halves)} ((E, H, I) by w13 and x)"
+                         + (f"; {activation} has no gate: where w13 holds gate and up, take {gated!r}" if gated else ""))
     check_dim("ids", ids, 0, tokens, "the tokens of x")
     _check_shape("weights", weights, (tokens, k), "the shape of ids")
     for name, bias, columns in (("bias13", bias13, wide), ("bias2", bias2, hidden)):
         if bias is not None:
             _check_shape(name, bias, (experts, columns), "one row per expert")
-            _check_side_dtype(name, bias, x)
+            check_side_dtype(name, bias, x.dtype)
     scales = _recipe("scale13", scale13, w13), _recipe("scale2", scale2, w2)
     if shared13 is not None and shared2 is not None:
         _check_shared(shared13, shared2, x, halves)
@@ -225,7 +256,7 @@ def describe_moe(
         out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
     else:
         check_output("out", out, (tokens, hidden), x.dtype, x.device)
-        check_apart("out", out, x=x)
+        check_apart("out", out, **_read(x, w13, w2, weights, ids, bias13, bias2, scale13, scale2, shared, expert_map))
     forms = [_form(w) for w in (w13, w2) if isinstance(w, PackedWeight)]
     problem = MoeProblem(
         tokens=tokens, hidden=hidden, intermediate=wide // halves, experts=experts, k=k, x_dtype=dtype_name(x.dtype),
@@ -279,11 +310,6 @@ def _check_float(name: str, t: torch.Tensor) -> None:
         raise DtypeError(f"{name}: got {t.dtype}, expected float64, float32, bfloat16 or float16; dequantise it first")
 
 
-def _check_side_dtype(name: str, t: torch.Tensor, main: torch.Tensor) -> None:
-    if t.dtype not in (main.dtype, torch.float32):
-        raise DtypeError(f"{name}: got {t.dtype}, expected {main.dtype} or torch.float32; convert with .to()")
-
-
 def _check_activation(activation: str, alpha: float | None, limit: float | None, gate_up: str) -> int:
     """2 for a gated activation, else 1."""
     check_option("activation", activation, ACTIVATIONS)
@@ -299,7 +325,7 @@ def _check_dtypes(
     x: torch.Tensor, w13: Weight, w2: Weight, weights: torch.Tensor, scale13: Scale | None, scale2: Scale | None,
 ) -> None:
     _check_float("x", x)
-    _check_side_dtype("weights", weights, x)
+    check_side_dtype("weights", weights, x.dtype)
     if isinstance(w13, PackedWeight) or isinstance(w2, PackedWeight):
         if not (isinstance(w13, PackedWeight) and isinstance(w2, PackedWeight)):
             raise DtypeError("got one packed weight of w13 and w2, expected both packed or neither")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,14 +14,24 @@ from kernelgen.errors import DtypeError, ShapeError
 from kernelgen.guard import ORDINARY, check_backend, check_required, needs_torch, operator, record, through_torch, watched, whole
 from kernelgen.library.written import wrote
 from kernelgen.moe_tensors import MoESort, PermuteTensors, SortTensors, UnpermuteTensors
-from kernelgen.ops.checks import check_last_contiguous, check_no_output_with_grad, check_output, check_rank, check_tensors, shape_text
+from kernelgen.ops.checks import (
+    check_apart,
+    check_last_contiguous,
+    check_no_output_with_grad,
+    check_output,
+    check_rank,
+    check_side_dtype,
+    check_tensors,
+    meeting_any,
+    shape_text,
+)
+from kernelgen.ops.expert_map import INDICES, ExpertMap, as_table, local_range, map_key, table_on
 from kernelgen.ops.memo import layout_of, new_memo, remember
 from kernelgen.problems.common import alignment_of
 from kernelgen.problems.moe import MoePermuteProblem, MoeSortProblem, MoeUnpermuteProblem
+from kernelgen.settings import settings
 from kernelgen.targets import Target, target_of
 
-ExpertMap = torch.Tensor | Sequence[int] | range | tuple[int, int]
-_INDICES = {torch.int32: "int32", torch.int64: "int64"}
 _calls = new_memo()
 
 
@@ -37,8 +47,11 @@ def moe_sort(ids: torch.Tensor, num_experts: int, *, expert_map: ExpertMap | Non
     ranged = isinstance(expert_map, (tuple, range))
     key: Any = None
     if type(ids) in ORDINARY and (ranged or expert_map is None or type(expert_map) in ORDINARY) and not watched():
-        key = ("sort", layout_of(ids), type(num_experts), num_experts, expert_map if ranged else layout_of(expert_map), backend)
-        call = _calls.get(key)
+        key = ("sort", layout_of(ids), type(num_experts), num_experts, map_key(expert_map), backend)
+        try:
+            call = _calls.get(key)
+        except TypeError:  # an option that has no hash is no legal one
+            key = call = None
         if call is not None:
             return call(ids, expert_map)
     elif through_torch(ids, expert_map):
@@ -59,7 +72,7 @@ def _prepared_sort(p: MoeSortProblem, sample: SortTensors, run: Any) -> Callable
 
     def call(ids: torch.Tensor, expert_map: Any) -> MoESort:
         sort = new_sort(p, ids.device)
-        run(SortTensors(ids, *sort, expert_map.to(torch.int32).contiguous() if table else None, first))
+        run(SortTensors(ids, *sort, as_table(expert_map) if table else None, first))
         return sort
 
     return call
@@ -76,14 +89,19 @@ def new_sort(p: MoeSortProblem, device: torch.device) -> MoESort:
 def moe_permute(x: torch.Tensor, sort: MoESort, *, weights: torch.Tensor | None = None, backend: str = "auto") -> torch.Tensor:
     """x (T, H) to rows (T * k, H) in the sort's order and x's dtype; rows past its last offset are unspecified.
 
-    x of any dtype, fp8 codes and float32 scales too. ``weights`` (T, k), float32 or x's dtype, multiply floating rows. Raises
-    ShapeError, DtypeError, DeviceError, LayoutError, NoBackendError.
+    x float64, float32, bfloat16, float16 or fp8 codes (their float32 scales are another call). ``weights`` (T, k), float32 or x's
+    dtype, multiply rows that are no codes. A row number of the sort outside 0 .. T * k - 1 is skipped (one that is not -1 is a
+    ShapeError under KERNELGEN_CHECK=1). Raises ShapeError, DtypeError,
+    DeviceError, LayoutError, NoBackendError.
     """
     slots = getattr(sort, "row_of_slot", None)
     key: Any = None
     if type(x) in ORDINARY and type(slots) in ORDINARY and not watched():
-        key = ("permute", layout_of(x), layout_of(slots), layout_of(weights), backend, _wants_gradient(x, weights))
-        call = _calls.get(key)
+        key = ("permute", layout_of(x), layout_of(slots), layout_of(weights), backend, _wants_gradient(x, weights), settings().check)
+        try:
+            call = _calls.get(key)
+        except TypeError:  # an option that has no hash is no legal one
+            key = call = None
         if call is not None:
             return call(x, slots, weights)
     elif through_torch(x, slots, weights):
@@ -91,6 +109,8 @@ def moe_permute(x: torch.Tensor, sort: MoESort, *, weights: torch.Tensor | None 
         return recorded
     check_backend(backend)
     problem, tensors = _describe_permute(x, sort, weights)
+    if settings().check:
+        _check_numbers(tensors.row_of_slot)
     decision, run = prepare(problem, target_of(x.device), backend, tensors)
     if key is not None and _may_be_prepared(decision, tensors.row_of_slot, slots):
         shape = tuple(tensors.rows.shape)
@@ -112,16 +132,20 @@ def moe_unpermute(
 ) -> torch.Tensor:
     """out[t] = sum over slots s of weights[t, s] * rows[row_of_slot[t, s]]: (T, H) in rows' dtype.
 
-    rows (T * k, H); weights (T, k), float32 or rows' dtype, None for ones. Skipped slots add nothing. The sum is in float32
-    (float64 of float64 rows), in the order of the slots, then ``addend`` (T, H), and rounded once. Raises ShapeError,
-    DtypeError, DeviceError, LayoutError, NoBackendError.
+    rows (T * k, H) float64, float32, bfloat16 or float16; weights (T, k), float32 or rows' dtype, None for ones. Skipped slots add
+    nothing, nor does a row number of the sort outside 0 .. T * k - 1 (as in ``moe_permute``). The sum is in float32 (float64 of
+    float64 rows), in the order of the slots, then ``addend`` (T, H), and rounded once. ``out`` shares no memory with what is read.
+    Raises ShapeError, DtypeError, DeviceError, LayoutError, NoBackendError.
     """
     slots = getattr(sort, "row_of_slot", None)
     key: Any = None
     if type(rows) in ORDINARY and type(slots) in ORDINARY and not watched():
         key = ("unpermute", *map(layout_of, (rows, slots, weights, addend)), layout_of(out, written=True), backend,
-               _wants_gradient(rows, weights, addend))
-        call = _calls.get(key)
+               _wants_gradient(rows, weights, addend), settings().check)
+        try:
+            call = _calls.get(key)
+        except TypeError:  # an option that has no hash is no legal one
+            key = call = None
         if call is not None:
             return call(rows, slots, weights, addend, out)
     elif through_torch(rows, slots, weights):
@@ -129,9 +153,11 @@ def moe_unpermute(
         return recorded
     check_backend(backend)
     problem, tensors = _describe_unpermute(rows, sort, weights, addend, out)
+    if settings().check:
+        _check_numbers(tensors.row_of_slot)
     decision, run = prepare(problem, target_of(rows.device), backend, tensors)
     if key is not None and _may_be_prepared(decision, tensors.row_of_slot, slots):
-        shape = tuple(tensors.out.shape)
+        shape, meets = tuple(tensors.out.shape), meeting_any(tensors.out, tensors.rows, tensors.row_of_slot, weights, addend)
 
         def again(
             rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor | None, addend: torch.Tensor | None, out: torch.Tensor | None,
@@ -139,6 +165,8 @@ def moe_unpermute(
             if out is None:
                 out = rows.new_empty(shape)
             else:
+                if meets(out, rows, slots, weights, addend):
+                    check_apart("out", out, rows=rows, sort=slots, weights=weights, addend=addend)
                 wrote(out)
             run(UnpermuteTensors(rows, slots, out, weights, addend))
             return out
@@ -155,7 +183,7 @@ def _wants_gradient(*tensors: Any) -> bool:
 
 def _may_be_prepared(decision: Decision, seen: torch.Tensor, given: Any) -> bool:
     """A generated kernel bound to the caller's own slots re-reads their address."""
-    return decision.chosen is not None and decision.chosen.backend == "generated" and seen is given
+    return decision.chosen is not None and decision.chosen.backend == "generated" and seen is given and not settings().check
 
 
 def explain_moe_sort(*args: Any, target: Target, backend: str, live: bool, **kwargs: Any) -> Decision:
@@ -182,48 +210,21 @@ def explain_moe_unpermute(*args: Any, target: Target, backend: str, live: bool, 
 
 def _imagined(t: torch.Tensor, sort: Any, *, rows: bool = False) -> Any:
     """A sort of as many slots as ``sort`` says, for decisions that need no more of it; one on the device of the data."""
-    if not isinstance(sort, int):
-        return MoESort(*(part.to(t.device) for part in (sort.offsets, sort.token_of_row, sort.row_of_slot)))
+    if isinstance(sort, MoESort):
+        return MoESort(*(part.to(t.device) for part in sort))
+    k = whole(sort)
+    if k is None or k < 0:
+        raise DtypeError(f"sort: got {sort!r}, expected the MoESort that moe_sort gives, or the number of slots of a token")
+    sort = k
     tokens = t.shape[0] // max(sort, 1) if rows else t.shape[0]
     slots = torch.empty((tokens, sort), dtype=torch.int32, device=t.device)
     return MoESort(slots[:0, 0] if sort else slots.reshape(-1), slots.reshape(-1), slots)
 
 
-def local_range(expert_map: Any, experts: int) -> tuple[str | None, int]:
-    """(kind of the map, first local id). Raises ShapeError for a range that is not of ``experts`` consecutive ids, DtypeError."""
-    if expert_map is None:
-        return None, 0
-    if isinstance(expert_map, torch.Tensor):
-        if expert_map.dtype not in _INDICES:
-            raise DtypeError(f"expert_map: got {expert_map.dtype}, expected int32 (or int64)")
-        check_rank("expert_map", expert_map, 1, "(E_global)")
-        return "table", 0
-    if isinstance(expert_map, tuple) and len(expert_map) != 2:
-        raise ShapeError(f"expert_map: got {expert_map!r}, expected (first, last + 1), a range, or numbers in a tensor or list")
-    if isinstance(expert_map, (tuple, range)):
-        local = expert_map if isinstance(expert_map, range) else range(*expert_map)
-        if local.step != 1 or len(local) != experts:
-            raise ShapeError(f"expert_map: got {expert_map!r}, expected {experts} consecutive ids, one for each expert of w13")
-        return "range", local.start
-    return "table", 0
-
-
-def table_on(expert_map: Any, device: torch.device) -> torch.Tensor | None:
-    """A table as int32, contiguous, on the device; None for no map and for ranges."""
-    if expert_map is None or isinstance(expert_map, (tuple, range)):
-        return None
-    if not isinstance(expert_map, torch.Tensor):
-        try:
-            expert_map = torch.tensor(list(expert_map), dtype=torch.int32, device=device)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise DtypeError(f"expert_map: got {expert_map!r}, expected whole numbers") from error
-    return expert_map.to(torch.int32).contiguous()
-
-
 def check_slot_ids(ids: torch.Tensor) -> None:
     check_rank("ids", ids, 2, "(T, k)")
     check_last_contiguous(ids=ids)
-    if ids.dtype not in _INDICES:
+    if ids.dtype not in INDICES:
         raise DtypeError(f"ids: got {ids.dtype}, expected int32 (or int64)")
 
 
@@ -235,19 +236,30 @@ def _describe_sort(ids: torch.Tensor, num_experts: int, expert_map: ExpertMap | 
     if experts is None or experts < 0:
         raise ShapeError(f"num_experts: got {num_experts!r}, expected a whole number of experts")
     kind, first = local_range(expert_map, experts)
-    problem = MoeSortProblem(ids.shape[0], ids.shape[1], experts, _INDICES[ids.dtype], kind, needs_torch(ids))
+    problem = MoeSortProblem(ids.shape[0], ids.shape[1], experts, INDICES[ids.dtype], kind, needs_torch(ids))
     sort = new_sort(problem, ids.device)
     return problem, SortTensors(ids, *sort, table_on(expert_map, ids.device), first)
 
 
 def _slots_of(name: str, t: torch.Tensor, sort: Any) -> tuple[torch.Tensor, int, int]:
     """(row_of_slot, tokens, k) of a sort whose tensors lie beside t."""
-    slots = sort.row_of_slot
+    slots = getattr(sort, "row_of_slot", None)
+    if slots is None:
+        raise DtypeError(f"sort: got {type(sort).__name__}, expected the MoESort that moe_sort gives")
     check_tensors(**{name: t, "sort.row_of_slot": slots})
     check_rank("sort.row_of_slot", slots, 2, "(T, k)")
     if slots.dtype != torch.int32:
         raise DtypeError(f"sort.row_of_slot: got {slots.dtype}, expected int32, as moe_sort gives it")
     return slots.contiguous(), slots.shape[0], slots.shape[1]
+
+
+def _check_numbers(slots: torch.Tensor) -> None:
+    """KERNELGEN_CHECK=1: a number of no row. Costs a device sync."""
+    bad = (slots < -1) | (slots >= slots.numel())
+    if bool(bad.any()):
+        token, slot = (int(i) for i in bad.nonzero()[0])
+        raise ShapeError(f"sort.row_of_slot: got {int(slots[token, slot])} for token {token}, slot {slot}, expected -1 to "
+                         f"{slots.numel() - 1}; without KERNELGEN_CHECK=1 such a slot is skipped")
 
 
 def _check_weights(weights: torch.Tensor | None, slots: torch.Tensor, dtype: torch.dtype) -> None:
@@ -256,8 +268,7 @@ def _check_weights(weights: torch.Tensor | None, slots: torch.Tensor, dtype: tor
     check_tensors(weights=weights, ids=slots)
     if weights.shape != slots.shape:
         raise ShapeError(f"weights: got shape {shape_text(weights)}, expected {tuple(slots.shape)}, that of the sorted ids")
-    if weights.dtype not in (dtype, torch.float32):
-        raise DtypeError(f"weights: got {weights.dtype}, expected {dtype} or torch.float32; convert with .to()")
+    check_side_dtype("weights", weights, dtype)
     check_last_contiguous(weights=weights)
 
 
@@ -298,7 +309,10 @@ def _describe_unpermute(
         out = torch.empty(shape, dtype=rows.dtype, device=rows.device)
     else:
         check_output("out", out, shape, rows.dtype, rows.device)
+        check_apart("out", out, rows=rows, sort=slots, weights=weights, addend=addend)
     name = dtype_name(rows.dtype)
+    if name in ("e4m3", "e5m2"):
+        raise DtypeError(f"rows: got {rows.dtype}, expected float64, float32, bfloat16 or float16; dequantise them first")
     problem = MoeUnpermuteProblem(
         tokens, k, rows.shape[1], name, name, None if weights is None else dtype_name(weights.dtype), None if addend is None else name,
         alignment_of(rows, out, addend), grad)
@@ -316,11 +330,12 @@ def run_reference(problem: Any, t: Any) -> torch.Tensor | None:
         t.token_of_row.copy_(sorted_ids.token_of_row)
         t.row_of_slot.copy_(sorted_ids.row_of_slot)
         return None
-    sort = reference.MoESort(t.row_of_slot[:0, :0].reshape(-1), _tokens_of(t.row_of_slot), t.row_of_slot)
+    row_of_slot = torch.where(t.row_of_slot < t.row_of_slot.numel(), t.row_of_slot, -1)
+    sort = reference.MoESort(row_of_slot[:0, :0].reshape(-1), _tokens_of(row_of_slot), row_of_slot)
     if isinstance(problem, MoePermuteProblem):
         rows = reference.moe_permute(t.x, sort)
         if t.weights is not None:
-            slots = t.row_of_slot.reshape(-1)
+            slots = row_of_slot.reshape(-1)
             factor = rows.new_zeros(rows.shape[0], 1)
             factor[slots[slots >= 0].long()] = t.weights.reshape(-1, 1)[slots >= 0].to(rows.dtype)
             rows = rows * factor

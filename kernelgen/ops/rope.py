@@ -13,7 +13,18 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import DtypeError, SettingsError, ShapeError
-from kernelgen.guard import address_of, check_flags, check_required, needs_torch, operator, record, through_torch, watched, whole
+from kernelgen.guard import (
+    address_of,
+    check_backend,
+    check_flags,
+    check_required,
+    needs_torch,
+    operator,
+    record,
+    through_torch,
+    watched,
+    whole,
+)
 from kernelgen.lasting import lasting
 from kernelgen.library.written import wrote
 from kernelgen.ops.checks import check_last_contiguous, check_output, check_same_dtype, check_tensors, number, shape_text
@@ -55,12 +66,16 @@ def rope(
         layout_of(q), layout_of(k), layout_of(positions), optional_layout(cos_sin_cache), theta, rotary_dim, interleaved,
         frozen_scaling(scaling), inplace, backend, grad, settings().check,
     )
-    call = _calls.get(key)
+    try:
+        call = _calls.get(key)
+    except TypeError:  # an option that has no hash is no legal one
+        key = call = None
     if call is not None:
         return call(q, k, positions, cos_sin_cache)
     if through_torch(q, k, positions):
         recorded: tuple[torch.Tensor, torch.Tensor] = record("rope", locals())
         return recorded
+    check_backend(backend)
     problem, tensors = _describe(q, k, positions, theta, cos_sin_cache, rotary_dim, interleaved, scaling, inplace)
     if settings().check:
         check_positions(positions, cos_sin_cache)

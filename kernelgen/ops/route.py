@@ -25,7 +25,7 @@ from kernelgen.guard import (
 )
 from kernelgen.library.written import wrote
 from kernelgen.moe_tensors import RouteTensors
-from kernelgen.ops.checks import check_last_contiguous, check_output, check_rank, check_tensors, number, shape_text
+from kernelgen.ops.checks import check_last_contiguous, check_output, check_rank, check_side_dtype, check_tensors, number, shape_text
 from kernelgen.ops.memo import layout_of, new_memo, remember
 from kernelgen.problems.common import alignment_of
 from kernelgen.problems.moe import RouteProblem
@@ -142,8 +142,7 @@ def _describe(
             raise SettingsError(f"bias: got one with method {method!r}, expected 'sigmoid' or 'deepseek_v3', which select by it")
         if tuple(bias.shape) != (experts,):
             raise ShapeError(f"bias: got shape {shape_text(bias)}, expected ({experts},) (one entry per expert)")
-        if bias.dtype not in (logits.dtype, torch.float32):
-            raise DtypeError(f"bias: got {bias.dtype}, expected {logits.dtype} or torch.float32; convert with .to()")
+        check_side_dtype("bias", bias, logits.dtype)
     if counts is not None:
         check_output("counts", counts, (experts,), torch.int32, logits.device)
     num_groups, topk_groups = _group_counts(method, experts, slots, num_groups, topk_groups)

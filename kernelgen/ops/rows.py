@@ -10,9 +10,17 @@ from kernelgen.dispatch.decision import Decision
 from kernelgen.dispatch.select import choose, prepare
 from kernelgen.dtypes import dtype_name
 from kernelgen.errors import LayoutError, SettingsError, ShapeError
-from kernelgen.guard import check_backend, check_required, needs_torch, operator, record, through_torch
+from kernelgen.guard import address_of, check_backend, check_required, needs_torch, operator, record, through_torch
 from kernelgen.library.written import wrote
-from kernelgen.ops.checks import check_last_contiguous, check_no_output_with_grad, check_output, check_tensors, number, shape_text
+from kernelgen.ops.checks import (
+    check_apart,
+    check_last_contiguous,
+    check_no_output_with_grad,
+    check_output,
+    check_tensors,
+    number,
+    shape_text,
+)
 from kernelgen.problems.common import alignment_of
 from kernelgen.problems.rows import RmsNormProblem, SiluAndMulProblem
 from kernelgen.targets import Target, target_of
@@ -49,6 +57,7 @@ def rmsnorm(
 def silu_and_mul(x: torch.Tensor, *, out: torch.Tensor | None = None, backend: str = "auto") -> torch.Tensor:
     """silu(x[.., :I]) * x[.., I:] for x (.., 2 I), computed in float32. Returns (.., I) in x's dtype.
 
+    ``out`` may be either half of x, and must not overlap it in another way.
     Raises ShapeError for an odd last dimension, DtypeError, DeviceError, LayoutError, NoBackendError.
     """
     if through_torch(x):
@@ -96,11 +105,18 @@ def _rows(name: str, t: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
         ) from error
 
 
-def _output(x: torch.Tensor, out: torch.Tensor | None, rows: int, width: int) -> torch.Tensor:
+def _output(x: torch.Tensor, out: torch.Tensor | None, rows: int, width: int, **read: torch.Tensor | None) -> torch.Tensor:
     if out is None:
         return torch.empty((rows, width), dtype=x.dtype, device=x.device)
     check_output("out", out, (*x.shape[:-1], width), x.dtype, x.device)
+    check_apart("out", out, x=None if _in_place(out, x) else x, **read)
     return _rows("out", out)
+
+
+def _in_place(out: torch.Tensor, x: torch.Tensor) -> bool:
+    """Every element lies where one is that it alone is made of: out is x itself, or one half of its columns."""
+    between = address_of(out) - address_of(x)
+    return out.stride()[:-1] == x.stride()[:-1] and between in (0, (x.shape[-1] - out.shape[-1]) * x.element_size())
 
 
 def _describe_rmsnorm(
@@ -124,7 +140,7 @@ def _describe_rmsnorm(
     if residual is not None:
         check_output("residual", residual, tuple(x.shape), x.dtype, x.device)
         residual = _rows("residual", residual)
-    result = _output(x, out, rows, width)
+    result = _output(x, out, rows, width, weight=weight, residual=residual)
     problem = RmsNormProblem(
         rows, width, dtype_name(x.dtype), dtype_name(weight.dtype), residual is not None, alignment_of(flat, weight, residual, result),
         grad)

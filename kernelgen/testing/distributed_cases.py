@@ -225,8 +225,12 @@ def moe_errors(rank: int, size: int, device: str) -> None:
         call(**(narrow if odd else c))
     with pytest.raises(DtypeError, match="x: got (fp16|bf16) on rank "):
         call(**(half if odd else c))
-    with pytest.raises(SettingsError, match="weights_on_input or combine: got options"):
+    with pytest.raises(SettingsError, match="weights_on_input, combine or transport: got options"):
         call(**c, combine="ranks" if odd else "slots")
+    with pytest.raises(SettingsError, match="combine or transport: got options"):
+        call(**c, transport="p2p" if odd else "all_to_all")
+    with pytest.raises(ShapeError if odd else SettingsError, match="weights: got shape" if odd else "rank 1 refused its arguments"):
+        call(**(c | {"weights": c["weights"][:, :1]} if odd else c), transport="p2p")  # a refusal does not go by what the others wish
     with pytest.raises(ShapeError if odd else SettingsError, match="expected 0 " if odd else "rank 1 refused its arguments"):
         call(**c, expert_bounds=[0, 2, 2, *[2 * size] * (size - 2)] if odd else None)
     with pytest.raises(ShapeError if odd else SettingsError, match="expert_bounds: got 9 experts in" if odd else "rank 1 refused"):
@@ -235,7 +239,8 @@ def moe_errors(rank: int, size: int, device: str) -> None:
         (DtypeError, "x: got list", {"x": [1.0]}), (ShapeError, "expert_bounds: got 5, expected", {"expert_bounds": 5}),
         (SettingsError, "combine: got 'tokens'", {"combine": "tokens"}), (SettingsError, "transport: got 'mail'", {"transport": "mail"}),
         (ShapeError, "num_experts: got 'all'", {"num_experts": "all"}), (DtypeError, "shared: got int", {"shared": 3}),
-        (NoBackendError, "got backend=7", {"backend": 7}), (SettingsError, "activation: got ", {"activation": ["relu"]}),
+        (NoBackendError, "got backend=7", {"backend": 7}), (NoBackendError, "backend 'triton' cannot", {"backend": "triton"}),
+        (SettingsError, "activation: got ", {"activation": ["relu"]}),
     ):
         with pytest.raises(error if odd else SettingsError, match=words if odd else "rank 1 refused"):
             call(**(c | change if odd else c))
@@ -346,6 +351,8 @@ def ring_errors(rank: int, size: int, device: str) -> None:
                                  (ShapeError, "the length of k", [q, q, q[:, 1:]])):
         with pytest.raises(error if odd else SettingsError, match=words if odd else "rank 1 refused"):
             call(*(change if odd else [q] * 3))
+    with pytest.raises(NoBackendError if odd else SettingsError, match="backend 'triton' cannot" if odd else "rank 1 refused"):
+        call(q, q, q, backend="triton" if odd else "auto")
     with pytest.raises(SettingsError, match="layout: got 'striped'"):
         call(q, q, q, layout="striped")
     assert isinstance(call(q, q, q), torch.Tensor)

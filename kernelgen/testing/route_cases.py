@@ -195,3 +195,23 @@ def weights_of(case: Case, logits: torch.Tensor, ids: torch.Tensor, dtype: torch
             weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
     hopeless = (x == -INF).all(1, keepdim=True)
     return torch.where(hopeless, 1.0 / case.k, weights) * case.scaling
+
+
+def run_strange_bias(family: KernelFamily, target: Target, load: Callable[[KernelSpec], Any], device: torch.device | str = "cpu") -> None:
+    """NaN and infinities in the bias, and inf - inf as a group's score: every kernel ranks a NaN above everything, as the oracle does."""
+    for experts, groups, k in ((64, (8, 3), 8), (72, (24, 5), 6), (64, None, 8)):
+        logits = random_tensor((6, experts), seed=experts)
+        logits[0], logits[1, ::2], logits[2], logits[3, ::3] = NAN, INF, -INF, NAN
+        for steps in ({0: NAN}, {0: INF, 1: -INF}, {0: -NAN, 1: INF, 2: -INF}):
+            bias = random_tensor((experts,), seed=1)
+            for first, value in steps.items():
+                bias[first :: len(steps) + 2] = value
+            num_groups, topk_groups = groups or (None, None)
+            _, expected = reference.route(logits, k, method="deepseek_v3", bias=bias, num_groups=num_groups, topk_groups=topk_groups)
+            problem = RouteProblem(6, experts, k, "fp32", "deepseek_v3", True, True, num_groups, topk_groups, bias_dtype="fp32")
+            weights, ids = poisoned_empty((6, k), device=device), poisoned_empty((6, k), torch.int32, device)
+            config = next(iter(family.candidates(problem, target)))
+            tensors = RouteTensors(logits.to(device), bias.to(device), weights, ids, 1.0, None)
+            family.bind(problem, config, load(family.spec(problem, target, config)), tensors)(tensors)
+            assert torch.equal(ids.cpu(), expected), (experts, groups, steps, ids.cpu(), expected)
+            assert bool(weights.isfinite().all())

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 import kernelgen
 from kernelgen.cli import cli
-from kernelgen.errors import NoBackendError, SettingsError
+from kernelgen.errors import LayoutError, NoBackendError, SettingsError
 
 Q, K, V = torch.randn(2, 9, 4, 16), torch.randn(2, 33, 2, 16), torch.randn(2, 33, 2, 16)
 A, B = torch.randn(5, 24), torch.randn(24, 12)
@@ -30,6 +30,44 @@ def test_scalars_are_read_by_value() -> None:
 def test_soft_cap_must_be_a_finite_positive_number(value: object) -> None:
     with pytest.raises(SettingsError, match="soft_cap"):
         kernelgen.attention(Q, K, V, soft_cap=value)  # type: ignore[arg-type]
+
+
+def test_arguments_without_a_hash_or_too_large_are_named() -> None:
+    """A prepared call is looked up by its arguments: what cannot be looked up is refused by name all the same."""
+    q, k, cache = torch.randn(4, 2, 16), torch.randn(4, 2, 16), torch.zeros(2, 2, 4, 2, 16)
+    latent = torch.zeros(2, 4, 64), torch.zeros(2, 4, 16)
+    place = torch.arange(4)
+    for call in (
+        lambda b: kernelgen.rope(q, k, place, backend=b), lambda b: kernelgen.merge_states(q.unsqueeze(0), q[None, :, :, 0], backend=b),
+        lambda b: kernelgen.append_kv(cache, q, k, slot_mapping=place, backend=b),
+        lambda b: kernelgen.append_mla(*latent, torch.randn(4, 64), k[:, 0], slot_mapping=place, backend=b),
+    ):
+        with pytest.raises(NoBackendError, match="got backend="):
+            call(["generated"])
+    with pytest.raises(SettingsError, match="kv_layout: got "):
+        kernelgen.append_kv(cache, q, k, slot_mapping=place, kv_layout=["NHD"])  # type: ignore[arg-type]
+    for value in (10**400, "1", torch.ones(2)):
+        with pytest.raises(SettingsError, match="theta: got "):
+            kernelgen.rope(q, k, place, theta=value)  # type: ignore[arg-type]
+        with pytest.raises(SettingsError, match="scaling: got "):
+            kernelgen.route(q[:, 0], 2, scaling=value)  # type: ignore[arg-type]
+
+
+def test_rows_are_written_in_place_or_apart() -> None:
+    """Over x itself, or one half of it, where each element is made of what lies there; any other overlap gave wrong rows."""
+    x, weight = torch.randn(9, 64), torch.rand(64)
+    normed, gated = kernelgen.rmsnorm(x[:8], weight), kernelgen.silu_and_mul(x[:8])
+    for half in (slice(0, 32), slice(32, 64)):
+        y = x.clone()
+        torch.testing.assert_close(kernelgen.silu_and_mul(y[:8], out=y[:8, half]), gated)
+    y = x.clone()
+    torch.testing.assert_close(kernelgen.rmsnorm(y[:8], weight, out=y[:8]), normed)
+    for call in (lambda: kernelgen.rmsnorm(x[:8], weight, out=x[1:]), lambda: kernelgen.silu_and_mul(x[:8], out=x[1:, :32]),
+                 lambda: kernelgen.silu_and_mul(x[:8], out=x[:8, 8:40])):
+        with pytest.raises(LayoutError, match="out: got memory that x lies in"):
+            call()
+    with pytest.raises(LayoutError, match="out: got memory that weight lies in"):
+        kernelgen.rmsnorm(x[:1], y[0], out=y[:1])
 
 
 def test_numbers_and_backends_of_the_wrong_type_are_named() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +17,7 @@ from kernelgen.testing.tolerance import assert_close_to_reference
 T, H, INNER, E, K = 7, 24, 20, 5, 3
 
 
-def layer(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+def layer(dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
     weights, ids = kernelgen.route(random_tensor((T, E), seed=1), K)
     return {
         "x": random_tensor((T, H), dtype, seed=2), "w13": random_tensor((E, 2 * INNER, H), dtype, seed=3, scale=0.2),
@@ -137,10 +139,95 @@ def test_grouped_gemm_leaves_other_rows_alone() -> None:
     ({"expert_map": (0, 2)}, ShapeError, "expected 5 consecutive ids"),
     ({"bias13": torch.zeros(E, INNER)}, ShapeError, "bias13: got shape"),
     ({"w13": "w"}, DtypeError, "w13: got str"),
+    ({"shared": (torch.zeros(2, H, dtype=torch.bfloat16), None)}, DtypeError, "shared_w2: got None"),
+    ({"shared": (None, None)}, DtypeError, "shared_w13: got None"),
+    ({"activation": "silu"}, ShapeError, "silu has no gate: where w13 holds gate and up, take 'swiglu'"),
+    ({"limit": -1.0}, SettingsError, "limit: got -1.0, expected 0 or more"),
+    ({"limit": float("nan")}, SettingsError, "limit: got nan"),
+    ({"limit": 10**400}, SettingsError, "limit: got 1000"),
+    ({"activation": "swiglu_oai", "alpha": "1.7"}, SettingsError, "alpha: got '1.7', expected a number"),
+    ({"expert_map": (0.0, 5.0)}, ShapeError, r"got \(0.0, 5.0\), expected \(first, last \+ 1\)"),
+    ({"expert_map": ([0], [5])}, ShapeError, "expected .first, last . 1."),
+    ({"expert_map": (torch.tensor(0), torch.tensor(5))}, ShapeError, "expected .first, last . 1."),
+    ({"expert_map": (-1, 4)}, ShapeError, "a negative id is always skipped"),
+    ({"expert_map": (2**70, 2**70 + 5)}, ShapeError, "at most 64 bits"),
+    ({"expert_map": [0, 1.5]}, DtypeError, "whole numbers in a tensor or list"),
+    ({"expert_map": [[0, 1, 2]]}, DtypeError, "whole numbers in a tensor or list"),
+    ({"expert_map": {0: 1}}, DtypeError, "whole numbers in a tensor or list"),
 ])
 def test_moe_errors(change: dict, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         kernelgen.moe(**(layer() | change))
+
+
+@pytest.mark.parametrize(("call", "error", "words"), [
+    (lambda c, s: kernelgen.moe_sort(c["ids"], [E]), ShapeError, "num_experts: got .5., expected a whole number"),  # type: ignore[arg-type]
+    (lambda c, s: kernelgen.moe_sort(c["ids"], E, backend=["a"]), NoBackendError, "got backend="),  # type: ignore[arg-type]
+    (lambda c, s: kernelgen.moe_permute(c["x"], None), DtypeError, "sort: got NoneType, expected the MoESort"),  # type: ignore[arg-type]
+    (lambda c, s: kernelgen.moe_permute(c["x"], tuple(s)), DtypeError, "sort: got tuple"),
+    (lambda c, s: kernelgen.moe_permute(c["x"], s, backend=["a"]), NoBackendError, "got backend="),  # type: ignore[arg-type]
+    (lambda c, s: kernelgen.moe_unpermute(torch.zeros(T * K, H), s, None, backend=["a"]), NoBackendError, "got backend="),
+    (lambda c, s: kernelgen.moe_unpermute(torch.zeros(T * K, H).to(torch.float8_e4m3fn), s, None), DtypeError, "dequantise them first"),
+])
+def test_errors_of_the_pieces(call: Any, error: type[Exception], words: str) -> None:
+    c = layer()
+    with pytest.raises(error, match=words):
+        call(c, kernelgen.moe_sort(c["ids"], E))
+
+
+@pytest.mark.parametrize("dtype", (torch.int64, torch.int32, None))
+def test_numbers_of_a_map_that_32_bits_do_not_hold(dtype: torch.dtype | None) -> None:
+    """They name no expert; wrapped around they would. Nor does a remembered call let one by."""
+    ids, wide = torch.tensor([[0, 1], [2, 3]]), [2**32, 1, -(2**33), 0] if dtype != torch.int32 else [2**31 - 1, 1, -5, 0]
+    for backend in ("generated", "reference"):
+        for table in ([0, 1, -1, -1], wide):
+            given = table if dtype is None else torch.tensor(table, dtype=dtype)
+            sort = kernelgen.moe_sort(ids, 2, expert_map=given, backend=backend)
+        assert sort.row_of_slot.tolist() == [[-1, 1], [-1, 0]] and sort.offsets.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("backend", ("generated", "reference"))
+def test_a_sort_with_numbers_of_no_row(backend: str) -> None:
+    """Such a slot is skipped: nothing is written or read outside of the rows."""
+    c = layer(torch.float32)
+    sort = kernelgen.moe_sort(c["ids"], E)
+    strange, gap = sort.row_of_slot.clone(), sort.row_of_slot.clone()
+    for i, number in enumerate((T * K, 2**31 - 1, -(2**31), 10_000)):
+        strange[i, i % K], gap[i, i % K] = number, -1
+    weights = random_tensor((T, K), seed=9)
+    for w in (None, weights):
+        rows, wanted = (kernelgen.moe_permute(c["x"], sort._replace(row_of_slot=s), weights=w, backend=backend) for s in (strange, gap))
+        used = gap[gap >= 0].long()
+        assert torch.equal(rows[used], wanted[used])
+    rows = random_tensor((T * K, H), seed=8)
+    out, wanted = (kernelgen.moe_unpermute(rows, sort._replace(row_of_slot=s), weights, backend=backend) for s in (strange, gap))
+    assert torch.equal(out, wanted)
+    for call in (lambda: kernelgen.moe_permute(c["x"], sort._replace(row_of_slot=strange), backend=backend),
+                 lambda: kernelgen.moe_unpermute(rows, sort._replace(row_of_slot=strange), None, backend=backend)):
+        call()
+        with settings.override(check=True), pytest.raises(ShapeError, match=f"got {T * K} for token 0, slot 0, expected -1 to {T * K - 1}"):
+            call()
+
+
+def test_results_do_not_lie_where_something_is_read() -> None:
+    """In the first call, and in a prepared one of the same layouts."""
+    c, out = layer(torch.float32), torch.zeros(T, H)
+    c |= {"bias2": torch.zeros(E, H), "shared": (random_tensor((2, H), seed=5), random_tensor((H, 1), seed=6))}
+    spoiled = {"bias2": out[:E], "weights": out.view(-1)[: T * K].view(T, K), "w2": out[:1, :INNER].expand(E, H, INNER),
+               "shared": (out[:2], c["shared"][1]), "ids": out.view(-1)[: T * K].view(torch.int32).view(T, K)}
+    assert kernelgen.moe(**c, out=out) is out
+    for name, t in spoiled.items():
+        with pytest.raises(LayoutError, match=f"out: got memory that {'shared_w13' if name == 'shared' else name} lies in"):
+            kernelgen.moe(**(c | {name: t}), out=out)
+    assert torch.equal(kernelgen.moe(**c, out=torch.empty(T, H)), kernelgen.moe(**c))
+    sort, addend = kernelgen.moe_sort(c["ids"], E), torch.zeros(T + 1, H)
+    rows = random_tensor((T * K, H), seed=8)
+    for _ in range(2):
+        wanted = kernelgen.moe_unpermute(rows, sort, c["weights"], addend=addend[:T], out=torch.empty(T, H))
+        for name, given, target in (("rows", rows, rows[:T]), ("addend", rows, addend[:T]), ("addend", rows, addend[1:])):
+            with pytest.raises(LayoutError, match=f"memory that {name} lies in"):
+                kernelgen.moe_unpermute(given, sort, c["weights"], addend=addend[:T], out=target)
+    assert torch.equal(wanted, kernelgen.moe_unpermute(rows, sort, c["weights"], addend=addend[:T]))
 
 
 @pytest.mark.parametrize(("options", "error", "words"), [
@@ -169,5 +256,10 @@ def test_explain_and_other_backends_say_why() -> None:
     assert decision.chosen is not None and decision.chosen.backend == "generated"
     assert all(c.verdict.reason for c in decision.candidates if not c.verdict.ok)
     assert "deepseek_v3" in str(kernelgen.explain("route", (4, 64), 6, method="deepseek_v3", num_groups=8, topk_groups=4))
+    for op, shape in (("moe_permute", (8, 64)), ("moe_unpermute", (8, 64))):
+        assert kernelgen.explain(op, shape, 2, target="sm_90a").chosen is not None
+        for sort in (-2, "2", (2, 3)):
+            with pytest.raises((DtypeError, ShapeError), match="sort: got "):
+                kernelgen.explain(op, shape, sort, target="sm_90a")
     with pytest.raises(NoBackendError, match="torch has no operator for moe"):
         kernelgen.moe(**layer(), backend="torch")

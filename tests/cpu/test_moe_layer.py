@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import kernelgen
-from kernelgen import settings
-from kernelgen.errors import DtypeError, LayoutError, NoBackendError, ShapeError
+from kernelgen import build, settings
+from kernelgen.aot.manifest import read_spec
+from kernelgen.errors import ArtifactMissingError, DtypeError, LayoutError, NoBackendError, ShapeError
 from kernelgen.kernels.base import Steps
 from kernelgen.testing.data import every_second_row, offset_by_one, padded_rows, random_tensor
 from kernelgen.testing.moe_layer import check_moe, layer, pack_experts, quantize_experts
@@ -226,3 +229,23 @@ def test_check_setting() -> None:
     kernelgen.moe(**c, backend="generated")
     with settings.override(check=True), pytest.raises(ShapeError, match="got 4 for token 3, slot 1"):
         kernelgen.moe(**c, backend="generated")
+
+
+def test_one_command_builds_all_that_a_layer_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a compiler: the error of the first missing kernel names every one that is missing, and none that is there."""
+    def unless_sort(there: Any) -> Any:
+        def made(spec: Any) -> Any:
+            if "sort" in spec.name:
+                return there(spec)
+            raise ArtifactMissingError(f"no {spec.name}", spec=spec.name, target="cpu")
+
+        return made
+
+    c = layer(3, 5, 2, 88, 40, F32)
+    fake = SimpleNamespace(kernel=unless_sort(build.kernel), build=unless_sort(build.build))
+    monkeypatch.setattr("kernelgen.dispatch.backends.generated.build", fake)
+    with pytest.raises(ArtifactMissingError, match="no moe_permute_cpu") as caught:
+        kernelgen.moe(**c, backend="generated")
+    program, command, *words = shlex.split(caught.value.command)
+    assert (program, command) == ("kernelgen", "prebuild") and set(words[::2]) == {"--spec"}
+    assert [read_spec(line).problem.op for line in words[1::2]] == ["moe_permute", "grouped_gemm", "grouped_gemm", "moe_unpermute"]

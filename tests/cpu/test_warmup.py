@@ -105,7 +105,7 @@ def test_a_model_is_a_path_a_folder_a_mapping_or_an_object(with_launcher: None, 
                 kernelgen.warmup(given, device="cpu", **SMALL)
             seen.add(str(missing.value).split(":")[0])
             assert missing.value.command.startswith("kernelgen prebuild --model ") and missing.value.command.endswith(
-                " --max-tokens 2 --max-batch 1 --max-length 8 --page-size 8 --target cpu-x86-64-v3")
+                f" --max-tokens 2 --max-batch 1 --max-length 8 --page-size 8 --target {target_of('cpu')}")
     assert len(seen) == 1 and seen.pop().endswith("kernels are not prebuilt")
 
 
@@ -212,7 +212,7 @@ def test_offline_without_any_compiler_on_a_read_only_file_system(tmp_path: Path)
 
 def test_an_error_says_what_does_not_fit(with_launcher: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel is there for another CPU level."""
-    recorded(tmp_path / "specs.jsonl", CALLS[1])
+    recorded(tmp_path / "specs.jsonl", CALLS[1], target="cpu-x86-64-v3")
     (spec,) = specs_of(call_decision(CALLS[1], Target.parse("cpu-x86-64-v4")))
     with settings.override(jit=False), pytest.raises(KernelgenError, match="does not fit: .*: it is for cpu-x86-64-v3"):
         monkeypatch.setattr(build.store(), "get", lambda *args, **kwargs: None)

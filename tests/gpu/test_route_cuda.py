@@ -10,7 +10,7 @@ from kernelgen import build
 from kernelgen.kernels.moe import route_cuda
 from kernelgen.targets import target_of
 from kernelgen.testing.data import random_tensor
-from kernelgen.testing.route_cases import CASES, Case, check_result, run_case
+from kernelgen.testing.route_cases import CASES, Case, check_result, run_case, run_strange_bias
 from kernelgen.testing.tolerance import assert_bits_equal
 
 LARGE = {
@@ -44,3 +44,7 @@ def test_repeats_and_graphs() -> None:
     assert_bits_equal(captured[1], expected[1], what="ids")
     case = Case(300, 256, 8, "bf16", "deepseek_v3", bias="fp32", groups=(8, 4))
     check_result(case, logits.cpu(), bias.cpu(), captured[0].cpu(), captured[1].cpu())
+
+
+def test_strange_bias() -> None:
+    run_strange_bias(route_cuda.FAMILY, target_of("cuda"), build.kernel, "cuda")

@@ -16,7 +16,7 @@ from kernelgen.problems.moe import RouteProblem
 from kernelgen.targets import Target, target_of
 from kernelgen.testing.cpu_level import instruction_level
 from kernelgen.testing.data import random_tensor
-from kernelgen.testing.route_cases import CASES, Case, check_result, inputs_of, run_case
+from kernelgen.testing.route_cases import CASES, Case, check_result, inputs_of, run_case, run_strange_bias
 from kernelgen.testing.tolerance import assert_bits_equal
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -85,3 +85,7 @@ def test_refusals_name_the_value() -> None:
         assert not verdict and words in verdict.reason, verdict
     assert route_cuda.values_per_lane(256) == 8 and route_cuda.values_per_lane(160) == 6 and route_cuda.values_per_lane(1) == 1
     assert not route_cuda.legal(base, gpu, route_cuda.Config(8))
+
+
+def test_strange_bias() -> None:
+    run_strange_bias(route_cpu.FAMILY, target_of("cpu"), build.kernel)

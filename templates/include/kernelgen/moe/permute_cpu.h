@@ -9,7 +9,7 @@ namespace kernelgen {
 
 struct MoePermuteCpuParams {
   const void* x;               // (tokens, width)
-  const int32_t* row_of_slot;  // (tokens, k), -1: no row
+  const int32_t* row_of_slot;  // (tokens, k), -1, or any that is none: no row
   void* rows;                  // (tokens * k, width)
   const void* weights;         // (tokens, k) or null
   const float* scale;          // (tokens, scales) or null
@@ -32,13 +32,13 @@ void scale_row(const T* x, Accumulator<T> weight, T* out, int64_t width) {
 template <class Options>
 void moe_permute_cpu(const MoePermuteCpuParams& p, int64_t task) {
   using T = typename Options::Element;
-  const int64_t first = task * p.task_tokens, end = first + p.task_tokens < p.tokens ? first + p.task_tokens : p.tokens;
+  const int64_t all = p.tokens * p.k, first = task * p.task_tokens, end = first + p.task_tokens < p.tokens ? first + p.task_tokens : p.tokens;
   for (int64_t t = first; t < end; ++t) {
     const T* x = static_cast<const T*>(p.x) + t * p.x_stride;
     const auto* weights = static_cast<const typename Options::Weight*>(p.weights) + t * p.weight_stride;
     for (int64_t s = 0; s < p.k; ++s) {
       const int64_t row = p.row_of_slot[t * p.k + s];
-      if (row < 0) continue;
+      if (row < 0 || row >= all) continue;
       T* out = static_cast<T*>(p.rows) + row * p.row_stride;
       if constexpr (Options::kCopies) std::memcpy(out, x, p.width * sizeof(T));
       else scale_row<T>(x, static_cast<Accumulator<T>>(widen(weights[s])), out, p.width);

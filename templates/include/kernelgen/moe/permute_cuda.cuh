@@ -12,7 +12,7 @@ namespace kernelgen {
 
 struct MoePermuteParams {
   const void* x;               // (tokens, width)
-  const int32_t* row_of_slot;  // (tokens, k), -1: no row
+  const int32_t* row_of_slot;  // (tokens, k), -1, or any that is none: no row
   void* rows;                  // (tokens * k, width)
   const void* weights;         // (tokens, k) or null
   const float* scale;          // (tokens, scales) or null
@@ -35,6 +35,7 @@ __device__ void moe_permute_cuda(const MoePermuteParams& p) {
   const auto* weights = static_cast<const typename Options::Weight*>(p.weights) + token * p.weight_stride;
   const Unit* x = static_cast<const Unit*>(p.x) + token * p.x_stride;
   Unit* rows = static_cast<Unit*>(p.rows);
+  const int64_t all = static_cast<int64_t>(gridDim.x) * p.k;  // rows: a sort may be anybody's
 
   const int64_t step = static_cast<int64_t>(gridDim.y) * Options::kThreads * kAccess;
   for (int64_t c = (static_cast<int64_t>(blockIdx.y) * Options::kThreads + threadIdx.x) * kAccess; c < p.width; c += step) {
@@ -43,7 +44,7 @@ __device__ void moe_permute_cuda(const MoePermuteParams& p) {
 #pragma unroll 4
       for (int s = 0; s < p.k; ++s) {
         const int64_t row = slots[s];
-        if (row >= 0) rows[row * p.row_stride + c] = value;
+        if (row >= 0 && row < all) rows[row * p.row_stride + c] = value;
       }
     } else {
       float value[kAccess];
@@ -51,7 +52,7 @@ __device__ void moe_permute_cuda(const MoePermuteParams& p) {
 #pragma unroll 4
       for (int s = 0; s < p.k; ++s) {
         const int64_t row = slots[s];
-        if (row < 0) continue;
+        if (row < 0 || row >= all) continue;
         const float weight = to_float(weights[s]);
         float scaled[kAccess];
 #pragma unroll
@@ -66,7 +67,7 @@ __device__ void moe_permute_cuda(const MoePermuteParams& p) {
     for (int i = threadIdx.x; i < p.k * p.scales; i += Options::kThreads) {
       const int s = i / p.scales, at = i - s * p.scales;
       const int64_t row = slots[s];
-      if (row < 0) continue;
+      if (row < 0 || row >= all) continue;
       const float scale = p.scale[token * p.scale_token + at * p.scale_block];
       p.scale_rows[row * p.scale_rows_row + at * p.scale_rows_block] = Options::kWeighted ? scale * to_float(weights[s]) : scale;
     }

@@ -83,54 +83,63 @@ struct RouteCuda : Options {
     }
   }
 
-  // The largest and second largest of two pairs of such.
-  __device__ static void merge_best(float& first, float& second, float other_first, float other_second) {
-    second = fmaxf(fminf(first, other_first), fmaxf(second, other_second));
-    first = fmaxf(first, other_first);
+  // The largest and second largest of two pairs of words.
+  __device__ static void merge_best(uint32_t& first, uint32_t& second, uint32_t other_first, uint32_t other_second) {
+    second = max(min(first, other_first), max(second, other_second));
+    first = max(first, other_first);
+  }
+
+  // Scores as words by which groups rank: a NaN (of a bias, or of inf - inf) is above everything, as sorting sees it. Sigmoids alone are
+  // neither that nor negative, so that their bits will do.
+  __device__ static uint32_t word_of_score(float score) { return Options::kHasBias ? word_of(score) : __float_as_uint(score); }
+  __device__ static uint32_t rank_of(uint32_t first, uint32_t second, int size) {
+    if constexpr (Options::kHasBias) return size == 1 ? first : word_of(of_word(first) + of_word(second));
+    return size == 1 ? first : __float_as_uint(__uint_as_float(first) + __uint_as_float(second));
   }
 
   // Whether each of a lane's experts is in a kept group: groups rank by the sum of their two best scores (their one, where they
   // have one), equal ones by number.
-  __device__ static void keep_groups(bool (&kept)[kValues], const float (&score)[kValues], const RouteCudaParams& p) {
+  __device__ static void keep_groups(bool (&kept)[kValues], const uint32_t (&score)[kValues], const RouteCudaParams& p) {
     const int size = p.group_size;
+    const uint32_t none = word_of_score(Options::kHasBias ? nothing() : 0.0f);
     if constexpr (kGroupLanes > 0) {
-      float first = nothing(), second = nothing();
+      uint32_t first = none, second = none;
 #pragma unroll
-      for (int i = 0; i < kValues; ++i) merge_best(first, second, score[i], nothing());
+      for (int i = 0; i < kValues; ++i) merge_best(first, second, score[i], none);
 #pragma unroll
       for (int step = 1; step < kGroupLanes; step *= 2) {
-        const float other_first = __shfl_xor_sync(kFullWarp, first, step), other_second = __shfl_xor_sync(kFullWarp, second, step);
+        const uint32_t other_first = __shfl_xor_sync(kFullWarp, first, step), other_second = __shfl_xor_sync(kFullWarp, second, step);
         merge_best(first, second, other_first, other_second);
       }
-      const float mine = size == 1 ? first : first + second;
+      const uint32_t mine = rank_of(first, second, size);
       const int group = lane_id() / kGroupLanes;
       int better = 0;
       for (int g = 0; g < p.groups; ++g) {
-        const float other = __shfl_sync(kFullWarp, mine, g * kGroupLanes);
+        const uint32_t other = __shfl_sync(kFullWarp, mine, g * kGroupLanes);
         better += other > mine || (other == mine && g < group);
       }
 #pragma unroll
       for (int i = 0; i < kValues; ++i) kept[i] = better < p.kept_groups;
     } else {
-      __shared__ float scores[Options::kWarps][kMostExperts];
-      __shared__ float bests[Options::kWarps][kMostExperts];
+      __shared__ uint32_t scores[Options::kWarps][kMostExperts];
+      __shared__ uint32_t bests[Options::kWarps][kMostExperts];
       __shared__ uint32_t kept_words[Options::kWarps][kValues];
       const int warp = threadIdx.x / kWarpSize, lane = lane_id();
 #pragma unroll
       for (int i = 0; i < kValues; ++i) scores[warp][lane * kValues + i] = score[i];
       __syncwarp();  // scores are there before another lane sums up a group
       for (int g = lane; g < p.groups; g += kWarpSize) {
-        float first = nothing(), second = nothing();
-        for (int i = 0; i < size; ++i) merge_best(first, second, scores[warp][g * size + i], nothing());
-        bests[warp][g] = size == 1 ? first : first + second;
+        uint32_t first = none, second = none;
+        for (int i = 0; i < size; ++i) merge_best(first, second, scores[warp][g * size + i], none);
+        bests[warp][g] = rank_of(first, second, size);
       }
       __syncwarp();  // all groups are there before they are compared
       for (int from = 0; from < p.groups; from += kWarpSize) {
         const int group = from + lane;
-        const float mine = group < p.groups ? bests[warp][group] : nothing();
+        const uint32_t mine = group < p.groups ? bests[warp][group] : none;
         int better = 0;
         for (int g = 0; g < p.groups; ++g) {
-          const float other = bests[warp][g];
+          const uint32_t other = bests[warp][g];
           better += other > mine || (other == mine && g < group);
         }
         const uint32_t word = __ballot_sync(kFullWarp, group < p.groups && better < p.kept_groups);
@@ -186,15 +195,16 @@ struct RouteCuda : Options {
     uint32_t key[kValues];
     if constexpr (kScored) {
       bool kept[kValues];
+      uint32_t scored[kValues];
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
         const float s = sigmoid<false>(x[i]);
-        score[i] = lane * kValues + i >= p.experts ? nothing() : Options::kHasBias ? s + score[i] : s;
+        scored[i] = word_of_score(!Options::kHasBias ? s : lane * kValues + i < p.experts ? s + score[i] : nothing());
         kept[i] = true;
       }
-      if constexpr (Options::kGrouped) keep_groups(kept, score, p);
+      if constexpr (Options::kGrouped) keep_groups(kept, scored, p);
 #pragma unroll
-      for (int i = 0; i < kValues; ++i) key[i] = kept[i] ? word_of(Options::kHasBias ? score[i] : x[i]) : 0;
+      for (int i = 0; i < kValues; ++i) key[i] = !kept[i] ? 0 : Options::kHasBias ? scored[i] : word_of(x[i]);
     } else {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) key[i] = word_of(x[i]);

@@ -8,7 +8,7 @@ namespace kernelgen {
 
 struct MoeUnpermuteCpuParams {
   const void* rows;            // (tokens * k, width)
-  const int32_t* row_of_slot;  // (tokens, k), -1: no row
+  const int32_t* row_of_slot;  // (tokens, k), -1, or any that is none: no row
   void* out;                   // (tokens, width)
   const void* weights;         // (tokens, k), null: 1
   const void* addend;          // (tokens, width), added last, or null
@@ -33,12 +33,12 @@ struct MoeUnpermuteCpu {
   // `scratch`: k parts.
   static void run(const MoeUnpermuteCpuParams& p, int64_t task, void* scratch) {
     Part* parts = static_cast<Part*>(scratch);
-    const int64_t first = task * p.task_tokens, end = first + p.task_tokens < p.tokens ? first + p.task_tokens : p.tokens;
+    const int64_t all = p.tokens * p.k, first = task * p.task_tokens, end = first + p.task_tokens < p.tokens ? first + p.task_tokens : p.tokens;
     for (int64_t t = first; t < end; ++t) {
       int64_t count = 0;
       for (int64_t s = 0; s < p.k; ++s) {
         const int64_t row = p.row_of_slot[t * p.k + s];
-        if (row < 0) continue;
+        if (row < 0 || row >= all) continue;
         Part& part = parts[count++];
         part.row = static_cast<const T*>(p.rows) + row * p.row_stride;
         part.weight = 1;

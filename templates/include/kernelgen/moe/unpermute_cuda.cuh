@@ -14,7 +14,7 @@ namespace kernelgen {
 
 struct MoeUnpermuteParams {
   const void* rows;            // (tokens * k, width)
-  const int32_t* row_of_slot;  // (tokens, k), -1: no row
+  const int32_t* row_of_slot;  // (tokens, k), -1, or any that is none: no row
   void* out;                   // (tokens, width)
   const void* weights;         // (tokens, k), null: 1
   const void* addend;          // (tokens, width), added last, or null
@@ -68,7 +68,8 @@ struct MoeUnpermuteCuda {
     const int s = base + lane_id();
     Slot slot{-1, 1.0f};
     if (token < p.tokens && s < p.k) {
-      slot.row = p.row_of_slot[token * p.k + s];
+      const int64_t row = p.row_of_slot[token * p.k + s];
+      slot.row = row < p.tokens * p.k ? static_cast<int>(row) : -1;
       if constexpr (Options::kWeighted) slot.weight = to_float(static_cast<const typename Options::Weight*>(p.weights)[token * p.weight_stride + s]);
     }
     return slot;
