@@ -32,7 +32,11 @@ class MoESort(NamedTuple):
 
 
 class SortTensors(NamedTuple):
-    """ids (T, k); expert_map (E_global) int32, contiguous, or None; ``first`` local id of a range; the rest as in MoESort."""
+    """ids (T, k); expert_map (E_global) int32, contiguous, or None; ``first`` local id of a range; the rest as in MoESort.
+
+    For a product that adds rows to those of tokens: weights (T, k) to weight_of_row (T * k) float32; cleared (T, W), whose rows are
+    multiples of 16 bytes, or None.
+    """
 
     ids: torch.Tensor
     offsets: torch.Tensor
@@ -40,6 +44,9 @@ class SortTensors(NamedTuple):
     row_of_slot: torch.Tensor
     expert_map: torch.Tensor | None = None
     first: int = 0
+    weights: torch.Tensor | None = None
+    weight_of_row: torch.Tensor | None = None
+    cleared: torch.Tensor | None = None
 
 
 class PermuteTensors(NamedTuple):

@@ -193,7 +193,7 @@ class GroupedGemmTensors(NamedTuple):
     bias (E, N), stride 0 over the groups where they share it.
 
     rows (T) int32: of a gathered problem, whose a and scale_a have other numbers of rows, the row of a for each row of the product;
-    behind the last group any numbers.
+    behind the last group any numbers. Of a scattered one, whose out has other numbers of rows, the row of out; row_weights (T) float32.
     """
 
     a: torch.Tensor
@@ -210,6 +210,7 @@ class GroupedGemmTensors(NamedTuple):
     alpha: float = 0.0
     limit: float = 0.0
     rows: torch.Tensor | None = None
+    row_weights: torch.Tensor | None = None
 
 
 class QuantizeTensors(NamedTuple):

@@ -77,8 +77,10 @@ def moe(
 
     An id that names no expert here is skipped (under KERNELGEN_CHECK=1 one outside 0 .. E - 1, or outside the map, is a
     ShapeError); a repeated one adds again. The k contributions are added in slot order, in float32, always the same: equal calls
-    give equal bits, ``deterministic`` or not. ``out`` shares no memory with what is read. Nothing waits for the device. Raises
-    ShapeError, DtypeError, DeviceError, LayoutError, SettingsError, NoBackendError.
+    give equal bits. With ``deterministic=False`` a Hopper GPU rounds each contribution of a layer of many slots, of fp8 experts with
+    scales of blocks, to x's dtype and adds it to the result in that type, in whatever order experts end, as torch's index_add_ does:
+    errors are up to twice those of such a sum, and bits differ from call to call. ``out`` shares no memory with what is read. Nothing
+    waits for the device. Raises ShapeError, DtypeError, DeviceError, LayoutError, SettingsError, NoBackendError.
     """
     key = _signature(x, w13, w2, weights, ids, (activation, alpha, limit, gate_up, weights_on_input, deterministic, backend),
                      (bias13, bias2, out), (scale13, scale2), shared, expert_map)

@@ -66,6 +66,7 @@ class GemmProblem:
 
     op = "gemm"
     gathered = False
+    scattered = False
 
     @property
     def outputs(self) -> int:
@@ -122,7 +123,7 @@ class GroupedGemmProblem(GemmProblem):
     op = "grouped_gemm"
 
     def __str__(self) -> str:
-        gathered = "gathered " if self.gathered else ""
+        gathered = "gathered " if self.gathered else "scattered " if self.scattered else ""
         return f"grouped_gemm[{self.grouping} {gathered}groups={self.batch} {self._words()}]"
 
 
@@ -135,3 +136,15 @@ class GatheredGemmProblem(GroupedGemmProblem):
     tokens: int = 0
 
     gathered = True
+
+
+@dataclass(frozen=True)
+class ScatteredGemmProblem(GroupedGemmProblem):
+    """Of which out has ``tokens`` rows: each of the m rows of the product is multiplied by its entry of the tensors' ``row_weights``,
+    rounded, and added to the row of out that ``rows`` names. What is added first differs from call to call. A step of a composition;
+    grouping "rows".
+    """
+
+    tokens: int = 0
+
+    scattered = True

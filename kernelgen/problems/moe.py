@@ -159,7 +159,26 @@ class MoeSortProblem:
 
     def __str__(self) -> str:
         words = f" map={self.expert_map}" if self.expert_map else ""
+        words += f" weights={self.weight_dtype}" if self.weight_dtype else ""
         return f"moe_sort[t={self.tokens} k={self.k} e={self.experts} {self.id_dtype}{words}{flag_words(grad=self.requires_grad)}]"
+
+    @property
+    def weight_dtype(self) -> str | None:
+        """Of the slots' weights, that rows get; None: they get none."""
+        return None
+
+
+@dataclass(frozen=True)
+class WeightedSortProblem(MoeSortProblem):
+    """Whose rows get the weights of their slots, of ``slot_dtype``, and which clears an output where the tensors have one: for a product
+    that adds rows to those of tokens. A step of a composition, never a call of its own.
+    """
+
+    slot_dtype: str = "fp32"
+
+    @property
+    def weight_dtype(self) -> str | None:
+        return self.slot_dtype
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,25 @@ def _in_groups(case: Grouped, x: torch.Tensor) -> torch.Tensor:
     return x[0, : sum(case.sizes)] if case.grouping == "rows" else x
 
 
+def _bound(case: Grouped, family: KernelFamily, target: Target, load: Callable[[KernelSpec], Any], config: Any,
+           tensors: GroupedGemmTensors) -> tuple[Callable[[GroupedGemmTensors], None], Any]:
+    """(run, the config that it has)."""
+    problem = problem_of(case.whole, tensors, GroupedGemmProblem, grouping=case.grouping)
+    verdict = family.supports(problem, target)
+    assert verdict, verdict.reason
+    chosen = config or next(iter(family.candidates(problem, target)))
+    verdict = family.legal(problem, target, chosen)
+    assert verdict, verdict.reason
+    return family.bind(problem, chosen, load(family.spec(problem, target, chosen)), tensors), chosen
+
+
+def prepared(case: Grouped, family: KernelFamily, target: Target, load: Callable[[KernelSpec], Any], config: Any,
+             device: torch.device | str) -> tuple[GroupedGemmTensors, Callable[[GroupedGemmTensors], None]]:
+    """Tensors with a poisoned output, and the closure of a config."""
+    tensors = _make(case, device)[0]
+    return tensors, _bound(case, family, target, load, config, tensors)[0]
+
+
 def run_grouped(case: Grouped, family: KernelFamily, target: Target, load: Callable[[KernelSpec], Any], config: Any = None,
                 device: torch.device | str = "cpu", others: Sequence[tuple[int, ...]] = ()) -> None:
     """Run twice into poisoned outputs, compare with the reference and with itself; rows of no group keep their poison.
@@ -123,13 +142,7 @@ def run_grouped(case: Grouped, family: KernelFamily, target: Target, load: Calla
     """
     tensors, features, b = _make(case, device)
     p = case.whole
-    problem = problem_of(p, tensors, GroupedGemmProblem, grouping=case.grouping)
-    verdict = family.supports(problem, target)
-    assert verdict, verdict.reason
-    chosen = config or next(iter(family.candidates(problem, target)))
-    verdict = family.legal(problem, target, chosen)
-    assert verdict, verdict.reason
-    run = family.bind(problem, chosen, load(family.spec(problem, target, chosen)), tensors)
+    run, chosen = _bound(case, family, target, load, config, tensors)
     _check(case, tensors, b, features, run, f"{case} {chosen}")
     for sizes in others:
         used = max(sizes) if case.grouping == "masked" else sum(sizes)

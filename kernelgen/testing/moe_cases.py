@@ -13,10 +13,10 @@ from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
 from kernelgen.moe_tensors import PermuteTensors, SortTensors, UnpermuteTensors
 from kernelgen.problems.common import alignment_of
-from kernelgen.problems.moe import MoePermuteProblem, MoeSortProblem, MoeUnpermuteProblem
+from kernelgen.problems.moe import MoePermuteProblem, MoeSortProblem, MoeUnpermuteProblem, WeightedSortProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
-from kernelgen.testing.data import FP8_NAN, padded_rows, poisoned_empty, random_tensor, seed_of
+from kernelgen.testing.data import FP8_NAN, padded_rows, poison_, poisoned_empty, random_tensor, seed_of
 from kernelgen.testing.tolerance import assert_bits_equal, assert_close_to_reference
 
 Load = Callable[[KernelSpec], Any]
@@ -24,7 +24,9 @@ Load = Callable[[KernelSpec], Any]
 
 @dataclass(frozen=True)
 class Sort:
-    """``ids``: "random", "one" (all the same), "skipped" (every one), "mixed" (some name no expert), "repeated" (within a token)."""
+    """``ids``: "random", "one" (all the same), "skipped" (every one), "mixed" (some name no expert), "repeated" (within a token).
+    ``weights``: their type, where rows get them and rows of an output are cleared.
+    """
 
     tokens: int
     k: int
@@ -33,6 +35,7 @@ class Sort:
     id_dtype: str = "int32"
     expert_map: str | None = None
     pad: int = 0
+    weights: str | None = None
 
     @property
     def seed(self) -> int:
@@ -51,6 +54,8 @@ SORTS = {
     "range": Sort(70, 6, 20, "mixed", "int32", "range"),
     "most experts": Sort(60, 10, 1024),
     "several chunks": Sort(513, 5, 60, "mixed"),
+    "weights": Sort(40, 4, 7, "mixed", weights="fp32"),
+    "16-bit weights": Sort(513, 5, 60, "mixed", pad=1, weights="bf16"),
 }
 
 
@@ -87,11 +92,18 @@ def run_sort(case: Sort, family: KernelFamily, target: Target, load: Load, devic
     ids, table = ids_of(case, device), map_of(case, device)
     first = 7 if case.expert_map == "range" else 0
     problem = MoeSortProblem(case.tokens, case.k, case.experts, case.id_dtype, case.expert_map)
+    if case.weights:
+        problem = WeightedSortProblem(**vars(problem), slot_dtype=case.weights)
     assert family.supports(problem, target), family.supports(problem, target)
     offsets = poisoned_empty((case.experts,), torch.int32, device)
     token_of_row = poisoned_empty((case.tokens * case.k,), torch.int32, device)
     row_of_slot = poisoned_empty((case.tokens, case.k), torch.int32, device)
     tensors = SortTensors(ids, offsets, token_of_row, row_of_slot, table, first)
+    if case.weights:
+        weights = padded_rows(random_tensor((case.tokens, case.k), DTYPES[case.weights].torch, seed=case.seed, device=device), case.pad)
+        cleared = poisoned_empty((case.tokens, 72), torch.bfloat16, device)
+        tensors = tensors._replace(weights=weights, weight_of_row=poisoned_empty((case.tokens * case.k,), torch.float32, device),
+                                   cleared=cleared[:, :64])
     chosen = config or next(iter(family.candidates(problem, target)))
     assert family.legal(problem, target, chosen), family.legal(problem, target, chosen)
     family.bind(problem, chosen, load(family.spec(problem, target, chosen)), tensors)(tensors)
@@ -101,6 +113,14 @@ def run_sort(case: Sort, family: KernelFamily, target: Target, load: Load, devic
     assert_bits_equal(offsets, expected.offsets, what=f"{what}: offsets")
     assert_bits_equal(row_of_slot, expected.row_of_slot, what=f"{what}: row_of_slot")
     assert_bits_equal(token_of_row, expected.token_of_row, what=f"{what}: token_of_row")
+    if case.weights:
+        assert tensors.weight_of_row is not None and tensors.cleared is not None
+        used = expected.row_of_slot.view(-1) >= 0
+        rows = expected.row_of_slot.view(-1)[used].long()
+        assert_bits_equal(tensors.weight_of_row.cpu()[rows], weights.cpu().float().reshape(-1)[used], what=f"{what}: weights")
+        assert_bits_equal(cleared[:, :64], torch.zeros(case.tokens, 64, dtype=torch.bfloat16, device=device), what=f"{what}: cleared")
+        beside = cleared[:, 64:].contiguous()
+        assert_bits_equal(beside, poison_(torch.empty_like(beside)), what=f"{what}: beside what is cleared")
 
 
 @dataclass(frozen=True)

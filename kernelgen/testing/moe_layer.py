@@ -75,9 +75,10 @@ def _rounded(rows: torch.Tensor, recipe: str | None, dtype: torch.dtype) -> torc
     return codes.float() * full
 
 
-def plain(c: dict[str, Any]) -> torch.Tensor:
+def plain(c: dict[str, Any], *, added: bool = False) -> torch.Tensor:
     """The layer by torch in float32 with the roundings of a kernel: x and the hidden rows to fp8 beside fp8 weights, the hidden rows
     and the experts' results to x's dtype. (Where the first product writes codes itself, hidden rows have one rounding less.)
+    ``added``: slots' results times their weights are rounded and added in x's dtype, to what the shared expert makes.
     """
     c = oracle(c)
     x, weights, dtype = c["x"], c["weights"].float(), c["x"].dtype
@@ -101,7 +102,11 @@ def plain(c: dict[str, Any]) -> torch.Tensor:
         out = _rounded(hidden, recipes[1], code or dtype) @ second.t()
         return (out if bias2 is None else out + bias2.float()).to(dtype).float()
 
-    out = torch.zeros(x.shape, dtype=F32)
+    out = torch.zeros(x.shape, dtype=dtype if added else F32)
+    if added and c.get("shared") is not None:
+        first, second = (w.float() for w in c["shared"])
+        hidden = ref.apply_activation(x.float() @ first.t(), c["activation"], **options).to(dtype).float()
+        out = (hidden @ second.t()).to(dtype)
     value = _rounded(x.float(), recipes[0], code or dtype)
     for s in range(experts.shape[1]):
         for e in range(matrices[0].shape[0]):
@@ -112,8 +117,8 @@ def plain(c: dict[str, Any]) -> torch.Tensor:
                 rows = rows * factor if code is not None else (rows * factor).to(dtype).float()
             biases = (None if c.get(name) is None else c[name][e] for name in ("bias13", "bias2"))
             made = expert(rows, matrices[0][e], matrices[1][e], *biases)
-            out[token] += made if on_input else made * factor
-    if c.get("shared") is not None:
+            out.index_add_(0, token, (made if on_input else made * factor).to(out.dtype))
+    if c.get("shared") is not None and not added:
         first, second = (w.float() for w in c["shared"])
         recipes = [None, None]
         out += expert(x.float(), first, second, None, None)
@@ -134,3 +139,16 @@ def check_moe(c: dict[str, Any], *, what: str, seed: int = 1) -> torch.Tensor:
     assert_bits_equal(x, before, what=f"{what}, x")
     assert_close_to_reference(results[0].cpu(), ref.moe(**oracle(c)), plain(c), what=what, seed=seed)
     return results[0]
+
+
+def check_added(c: dict[str, Any], *, what: str, seed: int = 1) -> torch.Tensor:
+    """The same with contributions added in any order, each rounded to x's dtype: within twice the error of torch's index_add_ in it."""
+    x, before = c["x"], c["x"].clone()
+    exact, near = ref.moe(**oracle(c)), plain(c, added=True)
+    out = x
+    for i in range(3):
+        out = poisoned_empty(tuple(x.shape), x.dtype, x.device)
+        assert kernelgen.moe(**c, out=out, deterministic=False, backend="generated") is out, what
+        assert_close_to_reference(out.cpu(), exact, near, what=f"{what}, added, call {i}", seed=seed)
+    assert_bits_equal(x, before, what=f"{what}, x")
+    return out

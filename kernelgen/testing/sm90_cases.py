@@ -9,22 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 
 import kernelgen
 from kernelgen import build
 from kernelgen import reference as ref
+from kernelgen.dispatch import select
 from kernelgen.kernels.gemm import dense_sm90, grouped_mixed_sm90, grouped_sm90, mixed_sm90, packed_skinny, packed_sm90, skinny_sm90
 from kernelgen.kernels.gemm.dense_sm90 import Config
 from kernelgen.kernels.gemm.mixed_sm90 import Config as Mixed
 from kernelgen.kernels.gemm.skinny_sm90 import Config as Skinny
+from kernelgen.kernels.moe import layer as moe_layer
 from kernelgen.kernels.moe.small_cuda import Config as Small
 from kernelgen.targets import target_of
 from kernelgen.testing.data import random_tensor
 from kernelgen.testing.grouped_products import Grouped, run_grouped
 from kernelgen.testing.mma_products import Product, run_product
-from kernelgen.testing.moe_layer import layer, pack_experts, quantize_experts
+from kernelgen.testing.moe_layer import check_added, layer, pack_experts, quantize_experts
 from kernelgen.testing.moe_small import bound, check_small
 from kernelgen.testing.tolerance import assert_bits_equal
 
@@ -62,6 +65,9 @@ _GROUPED: dict[str, tuple[Grouped, Any]] = {
     "grouped-blocks": (Grouped("rows", (70, 0, 5, 130), _BLOCKS, spare=3), Config(1, 2, 128, 5, parts=2)),
     "grouped-mixed": (Grouped("rows", (70, 0, 5, 130), Product(264, 136, 416, "bf16", weight="mxfp4"), spare=3), Mixed(48, 5, 2)),
     "grouped-turns": (Grouped("rows", (70, 0, 5, 130), Product(264, 136, 200, "bf16"), spare=3), Config(2, 2, 128, 5, pingpong=True)),
+    "grouped-dealt": (Grouped("rows", (70, 0, 5, 130), _BLOCKS, spare=3), Config(1, 2, 128, 5, parts=2, dealt=True)),
+    "grouped-dealt-turns": (Grouped("masked", (70, 0, 5, 130) * 8, Product(264, 1360, 200, "bf16"), spare=3),
+                            Config(2, 2, 128, 5, pingpong=True, dealt=True)),
 }
 
 
@@ -87,6 +93,14 @@ def _moe(make: Callable[[], dict[str, Any]], config: Small | None = None) -> Non
     check_small(c, bound(c, target_of("cuda"), build.kernel, config), what="moe/small_cuda")
 
 
+def _added(make: Callable[[], dict[str, Any]]) -> None:
+    """Rows added to their tokens' in any order, whether that pays or not."""
+    with mock.patch.multiple(moe_layer, _SCATTERED_SLOTS=1, _SCATTERED_RECIPES=("", "block_1x128")):
+        select.forget()
+        check_added(make(), what="moe/layer")
+    select.forget()
+
+
 def _layer(tokens: int) -> dict[str, Any]:
     return layer(tokens, 16, 4, 256, 128, device="cuda", seed=tokens)
 
@@ -101,4 +115,6 @@ CASES: dict[str, Callable[[], None]] = {
     "moe-nine-tokens": partial(_moe, lambda: _layer(9)),
     "moe-fp8": partial(_moe, lambda: quantize_experts(_layer(5), "block_128x128", "block_128x128")),
     "moe-mxfp4": partial(_moe, lambda: pack_experts(_layer(5), "mxfp4")),
+    "moe-added": partial(_added, lambda: _layer(1100)),
+    "moe-added-fp8": partial(_added, lambda: quantize_experts(_layer(1100), "block_128x128", "block_128x128")),
 }

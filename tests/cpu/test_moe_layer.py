@@ -203,6 +203,26 @@ def test_explain_names_every_kernel() -> None:
     assert "sort: 2000 experts exceed" in str(too_many)
 
 
+def test_who_adds_rows_to_tokens() -> None:
+    """Down itself, on Hopper alone, of many slots in fp8 blocks and where the order is free; the shared expert writes the result first."""
+    blocks = [torch.empty(s, dtype=E4M3, device="meta") for s in ((8, 512, 4096), (8, 4096, 256))]
+    scales = dict(scale13=torch.empty(8, 4, 32, device="meta"), scale2=torch.empty(8, 32, 2, device="meta"))
+
+    def steps(tokens: int, target: str = "sm_90a", *, weights: Any = blocks, **options: Any) -> list[str]:
+        x, slots = torch.empty(tokens, 4096, dtype=BF16, device="meta"), torch.empty(tokens, 2, device="meta")
+        given: dict[str, Any] = {"deterministic": False} | (scales if weights is blocks else {}) | options
+        chosen = kernelgen.explain("moe", x, *weights, slots, slots.int(), target=target, **given).chosen
+        assert chosen is not None and isinstance(chosen.config, Steps)
+        return [name for name, _ in chosen.config.decisions]
+
+    many = 65536
+    assert steps(many) == ["quantize_x", "sort", "up", "quantize_hidden", "down"]
+    assert steps(many, shared=((1024, 4096), (4096, 512)))[:3] == ["shared_up", "shared_down", "quantize_x"]
+    for usual in (steps(many, deterministic=True), steps(512), steps(many, "sm_80"), steps(many, weights_on_input=True),
+                  steps(many, weights=[w.to(BF16) for w in blocks])):
+        assert usual[-1] == "unpermute"
+
+
 def test_check_setting() -> None:
     c = layer(6, 4, 2, 64, 32)
     c["ids"][3, 1] = 4

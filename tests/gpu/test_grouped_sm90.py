@@ -12,9 +12,11 @@ from kernelgen import build
 from kernelgen.kernels.gemm import grouped_sm90
 from kernelgen.kernels.gemm.dense_sm90 import Config
 from kernelgen.targets import target_of
-from kernelgen.testing.grouped_products import Grouped, run_grouped
+from kernelgen.testing.data import poison_
+from kernelgen.testing.grouped_products import Grouped, prepared, run_grouped
 from kernelgen.testing.mma_products import Product
 from kernelgen.testing.moe_activations import CASES, run_activation
+from kernelgen.testing.tolerance import assert_bits_equal
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
 
@@ -115,3 +117,67 @@ def test_tiles_turn_from_round_to_round(grouping: str, config: Config) -> None:
 def test_many_groups_of_few_rows() -> None:
     run(Grouped("masked", (20,) * 32, Product(0, 384, 512, scales="block_128x128")))
     run(Grouped("rows", tuple(i % 3 for i in range(1000)), Product(0, 64, 128, "bf16")))
+
+
+def dealt(config: Config) -> Config:
+    return replace(config, dealt=True)
+
+
+@pytest.mark.parametrize("config", (WIDE, SQUARE, TALL, ALONE, TURNS, THREE), ids=str)
+@pytest.mark.parametrize("grouping", ("rows", "masked"))
+def test_tiles_dealt_out(grouping: str, config: Config) -> None:
+    """From none to many tiles a block, one step of k and many, against the reference."""
+    for sizes in ((0, 0, 0, 0), (5,), (200, 0, 56, 192, 1), POWER_LAW, (1, 0, 2) * 40):
+        for n, k in ((136, 72), (3000, 328)):
+            run(filled(grouping, sizes, Product(264, n, k, "bf16")), dealt(config))
+        if config in PROMOTED:
+            run(filled(grouping, sizes, Product(264, 1000, 336, scales="block_128x128")), dealt(PROMOTED[config]))
+    other = [] if grouping == "masked" else [(0, 384, 0, 0), (96, 96, 96, 96)]
+    run(filled(grouping, (100, 0, 200, 84), Product(64, 1360, 256, "bf16")), dealt(config), others=[(0, 0, 0, 0), (203, 0, 1, 2), *other])
+
+
+@pytest.mark.parametrize("config", (SQUARE, TURNS), ids=str)
+def test_dealt_tiles_of_launches_that_overlap(config: Config) -> None:
+    """One behind the other, on two streams, and in graphs that are replayed on both: always the bits of tiles that nobody deals out."""
+    case = Grouped("rows", POWER_LAW, Product(0, 1160, 200, "bf16"), spare=0)
+    target = target_of("cuda")
+    tensors, run_strided = prepared(case, FAMILY, target, build.kernel, config, "cuda")
+    run_strided(tensors)
+    expected = tensors.out.clone()
+    _, run_dealt = prepared(case, FAMILY, target, build.kernel, dealt(config), "cuda")
+    outs = [tensors._replace(out=torch.empty_like(tensors.out)) for _ in range(6)]
+
+    def check(what: str) -> None:
+        torch.cuda.synchronize()
+        for i, t in enumerate(outs):
+            assert_bits_equal(t.out, expected, what=f"{config} {what} {i}")
+            poison_(t.out)
+        torch.cuda.synchronize()
+
+    for t in outs:
+        poison_(t.out)
+    for _ in range(100):
+        for t in outs:
+            run_dealt(t)
+    check("one behind the other")
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    for _ in range(50):
+        for i, t in enumerate(outs):
+            with torch.cuda.stream(streams[i % 2]):
+                run_dealt(t)
+    check("two streams")
+    graphs = []
+    for half in (outs[:3], outs[3:]):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for t in half:
+                run_dealt(t)
+        graphs.append(graph)
+    for _ in range(50):
+        for graph, stream in zip(graphs, streams):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        run_dealt(outs[0]._replace(out=torch.empty_like(expected)))
+    check("graphs")

@@ -13,7 +13,7 @@ import kernelgen
 from kernelgen.dispatch import select
 from kernelgen.kernels.moe import layer as layer_steps
 from kernelgen.testing.data import random_tensor
-from kernelgen.testing.moe_layer import check_moe, layer, pack_experts, quantize_experts
+from kernelgen.testing.moe_layer import check_added, check_moe, layer, pack_experts, quantize_experts
 from kernelgen.testing.tolerance import assert_bits_equal
 
 moe_op = importlib.import_module("kernelgen.ops.moe")  # the package has a function of that name
@@ -68,6 +68,7 @@ GATHERED: dict[str, Callable[[int], dict[str, Any]]] = {
     "bias, interleaved": lambda t: cuda(t, 16, 4, 320, 320, activation="swiglu_oai", biases=BF16, seed=t) | {"gate_up": "interleaved"},
     "fp8 blocks": lambda t: quantize_experts(cuda(t, 24, 6, 1152, 256, seed=t), "block_128x128", "block_128x128"),
     "fp8 codes": lambda t: quantize_experts(cuda(t, 160, 8, 256, 384, seed=t), "block_128x128", "block_128x128"),
+    "fp8 codes, more rows": lambda t: quantize_experts(cuda(t, 40, 14, 256, 512, seed=t), "block_128x128", "block_128x128"),
 }
 
 
@@ -133,6 +134,94 @@ def test_a_thousand_repeats_and_a_graph(name: str, tokens: int) -> None:
     graph.replay()
     replayed = captured.clone()
     assert_bits_equal(replayed, kernelgen.moe(**c, backend="generated"), what="replayed on new tokens")
+
+
+def added(c: dict[str, Any]) -> bool:
+    """Whether the layer's second product adds its rows to their tokens' itself."""
+    chosen = kernelgen.explain("moe", **c, deterministic=False, backend="generated").chosen
+    assert chosen is not None
+    return "unpermute" not in dict(chosen.config.decisions)
+
+
+ADDED: dict[str, Callable[[int], dict[str, Any]]] = {
+    "bf16": lambda t: cuda(t, 12, 3, 264, 200, seed=t),
+    "fp16": lambda t: cuda(t, 32, 8, 1032, 96, FP16, seed=t),
+    "bias, interleaved": lambda t: cuda(t, 16, 4, 320, 320, activation="swiglu_oai", biases=BF16, seed=t) | {"gate_up": "interleaved"},
+    "fp8 blocks": lambda t: quantize_experts(cuda(t, 24, 6, 1152, 256, seed=t), "block_128x128", "block_128x128"),
+    "fp8 codes": lambda t: quantize_experts(cuda(t, 160, 8, 256, 384, seed=t), "block_128x128", "block_128x128"),
+    "fp8 channels": lambda t: quantize_experts(cuda(t, 16, 4, 384, 128, seed=t), "channel", "channel"),
+}
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_second_product_adds_to_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hopper, in any order: every kind of routing, weights of either type, tokens without a slot, a map, a shared expert, a view as out."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the products of Hopper")
+    monkeypatch.setattr(layer_steps, "_SCATTERED_SLOTS", 1)
+    monkeypatch.setattr(layer_steps, "_SCATTERED_RECIPES", ("", "row", "block_1x128"))
+    select.forget()
+    moe_op._calls.clear()
+    for tokens in (40, 333):
+        c = ADDED[name](tokens)
+        assert added(c)
+        check_added(c, what=f"{name} {tokens}")
+        ids = c["ids"].clone()
+        for routing, changed in {"skipped": torch.where(ids % 3 == 0, -1, ids), "none": torch.full_like(ids, -1),
+                                 "one expert": torch.full_like(ids, 2), "tokens without": torch.where(ids[:, :1] % 2 == 0, -1, ids).long(),
+                                 }.items():
+            out = check_added(c | {"ids": changed}, what=f"{name} {tokens} {routing}")
+            assert routing != "none" or bool((out == 0).all())
+        check_added(c | {"weights": c["weights"].to(c["x"].dtype)}, what=f"{name} {tokens}, 16-bit weights")
+        experts = c["w13"].shape[0]
+        check_added(c | {"expert_map": torch.arange(experts, device="cuda").flip(0).int()}, what=f"{name} {tokens}, map")
+    if c["activation"] == "swiglu":
+        dtype, hidden = c["x"].dtype, c["x"].shape[1]
+        shared = tuple(random_tensor(shape, dtype, seed=7, device="cuda", scale=0.1) for shape in ((128, hidden), (hidden, 64)))
+        check_added(c | {"shared": shared}, what=f"{name}, shared")
+    wide = torch.full((c["x"].shape[0], c["x"].shape[1] + 64), 3.0, dtype=c["x"].dtype, device="cuda")
+    kernelgen.moe(**c, out=wide[:, : c["x"].shape[1]], deterministic=False, backend="generated")
+    assert bool((wide[:, c["x"].shape[1]:] == 3.0).all()), "columns beside the output are not cleared"
+    nan = c | {"x": c["x"].clone(), "w2": c["w2"]}
+    nan["x"][5] = float("nan")
+    result = kernelgen.moe(**nan, deterministic=False, backend="generated")
+    assert bool(result[5].isnan().all()) and not bool(result[6:].isnan().any()), "a token's NaN is its own"
+    select.forget()
+    moe_op._calls.clear()
+
+
+def test_additions_in_graphs_and_on_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole numbers, whose sums are exact in any order: the bits of the fixed order, replayed and on two streams at the same time."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the products of Hopper")
+    monkeypatch.setattr(layer_steps, "_SCATTERED_SLOTS", 1)
+    monkeypatch.setattr(layer_steps, "_SCATTERED_RECIPES", ("",))
+    select.forget()
+    moe_op._calls.clear()
+    c = cuda(700, 24, 6, 1152, 64, activation="identity")
+    for name in ("x", "w13", "w2"):
+        c[name] = (torch.arange(c[name].numel(), device="cuda") % (61 if name == "x" else 7) == 0).view(c[name].shape).to(BF16)
+    c["weights"] = torch.ones_like(c["weights"])
+    c["w2"] *= torch.arange(c["w2"].shape[2], device="cuda") == 3
+    expected = kernelgen.moe(**c, backend="generated")
+    assert added(c) and 0 < float(expected.abs().max()) <= 256
+    kernelgen.moe(**c, deterministic=False, backend="generated")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = kernelgen.moe(**c, deterministic=False, backend="generated")
+    streams, results = [torch.cuda.Stream() for _ in range(2)], []
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    for _ in range(20):
+        graph.replay()
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(kernelgen.moe(**c, deterministic=False, backend="generated"))
+    torch.cuda.synchronize()
+    for result in (captured, *results):
+        assert_bits_equal(result, expected, what="sums of whole numbers")
+    select.forget()
+    moe_op._calls.clear()
 
 
 def test_nothing_waits_for_the_device() -> None:

@@ -24,6 +24,7 @@ class Config:
                while the other is added to the totals
     split_k    blocks of a cluster that share K, and add up in a fixed order; one tile each, for tiles that do not fill the chip
     resident   blocks of an SM, of one consumer each: the epilogue of one runs beside the products of another
+    dealt      of groups of rows: blocks take tiles from a counter in memory as they come to them, not every so manieth
     """
 
     mma_m: int
@@ -38,6 +39,7 @@ class Config:
     parts: int = 1
     split_k: int = 1
     resident: int = 1
+    dealt: bool = False
 
     def __str__(self) -> str:
         words = f"{self.block_m}x{self.block_n} g{self.consumers} s{self.stages} c{self.cluster_m}x{self.cluster_n}"
@@ -46,6 +48,7 @@ class Config:
         words += f" p{self.parts}" if self.parts != 1 else ""
         words += f" k{self.split_k}" if self.split_k != 1 else ""
         words += f" x{self.resident}" if self.resident != 1 else ""
+        words += " dealt" if self.dealt else ""
         return words + (f" b{self.slabs}" if self.slabs != 2 else "")
 
     @property
@@ -135,7 +138,7 @@ GATHERED: dict[str, tuple[Measured, ...]] = {
     "plain": (Measured(Config(1, 2, 256, 4), 0.670, 1.6), Measured(Config(1, 2, 192, 4), 0.85, 1.2),
               Measured(Config(2, 2, 128, 5, pingpong=True), 0.62, 0.1), Measured(Config(1, 1, 128, 8), 0.25, 0.8),
               Measured(Config(1, 1, 64, 10), 0.22, 0.6)),
-    "blocks": (Measured(Config(1, 1, 256, 5, parts=4), 0.55, 2.7),),
+    "blocks": (Measured(Config(1, 1, 256, 5, parts=4), 0.55, 2.7), Measured(Config(1, 2, 256, 4, parts=4), 1.24, 1.6)),
 }
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
+from kernelgen.kernels.gemm import counters
 from kernelgen.kernels.gemm.activations import splits
 from kernelgen.kernels.gemm.dense_configs import FITS, GATHERED, GROUPED, MEASURED, QUANTIZING, Config, Fit, Measured
 from kernelgen.kernels.gemm.mma import RESERVED_SHARED_MEMORY
@@ -47,7 +48,7 @@ from kernelgen.verdicts import Verdict, first_no
 
 # struct DenseSm90Params of dense_params.cuh.
 PARAMS = ParamStruct((
-    *((name, "ptr") for name in (*POINTERS, "out_scale", "ends", "rows")), *((name, "i64") for name in (
+    *((name, "ptr") for name in (*POINTERS, "out_scale", "ends", "rows", "counter", "row_weights")), *((name, "i64") for name in (
         "c_batch", "c_row", "out_batch", "out_row", "bias_batch", "scale_a_batch", "scale_b_batch", "out_scale_batch", "out_scale_row",
         "out_scale_block")),
     *((name, "i32") for name in (
@@ -57,6 +58,7 @@ PARAMS = ParamStruct((
 ENTRY = "gemm_dense_sm90"
 
 _SLAB_BYTES = MMA_ROWS * ROW_BYTES
+_TILE_SLOTS_BYTES = 128  # TileSlots::kBytes of dealt_tiles_sm90.cuh
 # Accumulators that leave a consumer's 240, 232 or 160 registers room for addresses and the epilogue.
 _MAX_SUMS = {1: 200, 2: 200, 3: 112}
 _MAX_RESIDENT_SUMS = {1: 200, 2: 96}  # of two blocks in an SM: ptxas gives a thread 128 registers
@@ -70,7 +72,8 @@ def shared_memory(problem: GemmProblem, config: Config) -> int:
     arrays = (p.scales in ("tensor", "row")) + p.bias if c.split_k == 1 and p.scales not in BLOCK_RECIPES else 0
     staged = c.consumers * arrays * round_up(4 * c.block_n, 128)
     stage = (c.block_m + c.block_n) * ROW_BYTES + _bytes_of_scales(p, c)
-    return max(c.stages * stage + slabs + staged, _left_sums(p, c)) + round_up(2 * c.stages * 8, 128)
+    slots = _TILE_SLOTS_BYTES if c.dealt else 0
+    return max(c.stages * stage + slabs + staged, _left_sums(p, c)) + round_up(2 * c.stages * 8, 128) + slots
 
 
 def tma_out(problem: GemmProblem, config: Config) -> bool:
@@ -142,6 +145,7 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
          f"config {c}: only promoted sums are taken in parts, of a multiple of 8 columns"),
         (c.slabs in (1, 2, 4), f"config {c}: 1, 2 or 4 slabs"),
         (c.cluster_m in (1, 2) and c.cluster_n in (1, 2), f"config {c}: clusters of up to 2 x 2"),
+        (not c.dealt or problem.op == "grouped_gemm", f"config {c}: only tiles of groups are dealt out"),
         (c.split_k in (1, 2, 4, 8), f"config {c}: 1, 2, 4 or 8 blocks share K"),
         (c.split_k == 1 or c.blocks == c.split_k and not c.pingpong,
          f"config {c}: blocks that share K have one tile, and nothing to multicast or to take turns in"),
@@ -198,7 +202,7 @@ def _measured(problem: GemmProblem) -> tuple[Measured, ...]:
     return (*codes, *(m for m in known if (m.config.block_m, m.config.block_n, m.config.parts) not in tiles))
 
 
-def _tiles(problem: GemmProblem, config: Config) -> tuple[int, int]:
+def tiles_of(problem: GemmProblem, config: Config) -> tuple[int, int]:
     """Cluster tiles along M and N."""
     return -(-problem.m // (config.block_m * config.cluster_m)), -(-problem.n // (config.block_n * config.cluster_n))
 
@@ -207,7 +211,7 @@ def _waves(problem: GemmProblem, target: Target, config: Config) -> tuple[int, f
     """Of tiles, and the share of all their places that stays empty. Clusters of four and more do not fill the groups of SMs: 116 blocks ran
     at once, 128 did not (H200, 2026-11-30)."""
     c, sms = config, target.sm_count or 132
-    tiles_m, tiles_n = _tiles(problem, c)
+    tiles_m, tiles_n = tiles_of(problem, c)
     clusters = max(1, sms * 10 // 11 * c.resident // c.blocks if c.blocks > 2 else sms * c.resident // c.blocks)
     tiles = tiles_m * tiles_n * problem.batch
     waves = -(-tiles // clusters)
@@ -224,7 +228,7 @@ def _cost(problem: GemmProblem, target: Target, measured: Measured) -> float:
     if fit is None:
         return max(tiles_time, moved / _BYTES_PER_US) + tiles_time / 10
     tiles_time *= 1 + fit.beyond * (1 - p.m / round_up(p.m, config.block_m))
-    memory = moved / fit.bytes_per_us * (1 + fit.again * (1 - 1 / _tiles(p, config)[0])) * (1 + (fit.uneven * idle if waves > 1 else 0))
+    memory = moved / fit.bytes_per_us * (1 + fit.again * (1 - 1 / tiles_of(p, config)[0])) * (1 + (fit.uneven * idle if waves > 1 else 0))
     memory += fit.start
     return max(tiles_time, memory) + tiles_time / 50
 
@@ -309,7 +313,8 @@ def spec_of(problem: GemmProblem, target: Target, config: Config, entry: str, gr
     parameters = options(
         p, c.block_n // c.parts, mma_m=c.mma_m, consumers=c.consumers, block_n=c.block_n, parts=c.parts, stages=c.stages,
         cluster_m=c.cluster_m, cluster_n=c.cluster_n, split_k=c.split_k, resident=c.resident, band_rows=c.band_rows,
-        pingpong=c.pingpong, slabs=c.slabs, tma_out=tma_out(p, c), quantize=quantizes(p), gather=p.gathered,
+        pingpong=c.pingpong, slabs=c.slabs, tma_out=tma_out(p, c), quantize=quantizes(p), gather=p.gathered, scatter=p.scattered,
+        dealt=c.dealt,
         shared_memory=shared_memory(p, c),
         entry=entry, grouping=grouping)
     return KernelSpec.make(
@@ -329,7 +334,7 @@ def _maps(problem: GemmProblem, config: Config, t: Any, box_a: int) -> list[Any]
         maps.append(tensor_map("map_a", "a", t.a if major_a else t.a.mT, (k, box_a) if major_a else (MMA_ROWS, k)))
     maps.append(tensor_map("map_b", "b", t.b.mT if major_b else t.b, (k, c.block_n // boxes_b) if major_b else (MMA_ROWS, k)))
     out_bytes = DTYPES[p.out_dtype].bytes
-    if tma_out(p, c):
+    if tma_out(p, c) and not p.scattered:
         columns, outputs = ROW_BYTES // out_bytes, c.block_n // (2 if p.gated else 1)
         maps.append(tensor_map("map_out", "out", t.out, (columns, MMA_ROWS)))
         maps.append(tensor_map("map_rest", "out", t.out, (outputs % columns or columns, MMA_ROWS), swizzled=outputs % columns == 0))
@@ -339,7 +344,7 @@ def _maps(problem: GemmProblem, config: Config, t: Any, box_a: int) -> list[Any]
 def bind(problem: GemmProblem, config: Config, kernel: Any, tensors: GemmTensors) -> Callable[[GemmTensors], None]:
     """The closure of a repeated call: packs addresses, launches."""
     p, c = problem, config
-    tiles_m, tiles_n = _tiles(p, c)
+    tiles_m, tiles_n = tiles_of(p, c)
     quantize = _requantization(p, kernel.spec.target)
     return closure(p, c, kernel, tensors, tiles_m, tiles_n, tiles_m * tiles_n * p.batch, c.block_m // c.cluster_n,
                    quantize.bind(kernel, tensors, pitch=round_up(p.outputs, 4)) if quantize else None)
@@ -363,11 +368,16 @@ def closure(problem: GemmProblem, config: Config, kernel: Any, tensors: Any, til
         "scales_by_tma": int(by_tma), "a_row": t.a.stride(1) * DTYPES[p.a_dtype].bytes // 16 if p.gathered else 0,
         **dict(zip(("out_scale_batch", "out_scale_row", "out_scale_block"), t.out_scale.stride() if p.out_scale else (0, 0, 0)))})
     blank, pack, pointers = bytes(128 * len(PARAMS.tensor_maps)), PARAMS.pointer_packer.pack, addresses(p)
-    grouped, gathered, codes = p.op == "grouped_gemm", p.gathered, p.out_scale is not None
+    grouped, with_rows, scattered, codes = p.op == "grouped_gemm", p.gathered or p.scattered, p.scattered, p.out_scale is not None
+    dealt, device = c.dealt, t.a.device.index or 0
+    if dealt and t.a.device.type == "cuda":
+        counters.provide(device)
 
     def run(t: Any) -> None:
+        counter, memory = counters.counter(device) if dealt else (0, None)
         launch(blank + pack(*pointers(t), t.out_scale.data_ptr() if codes else 0, t.ends.data_ptr() if grouped else 0,
-                            t.rows.data_ptr() if gathered else 0) + tail)
+                            t.rows.data_ptr() if with_rows else 0, counter, t.row_weights.data_ptr() if scattered else 0) + tail)
+        del memory
 
     return run
 

@@ -136,7 +136,7 @@ def supports(problem: GemmProblem, target: Target) -> Verdict:
     return first_no(
         (target.kind == "cpu", f"gemm_cpu needs a CPU, got {target}"),
         (operands.ok, operands.reason),
-        (not p.gathered, "gathered rows are not in gemm_cpu"),
+        (not (p.gathered or p.scattered), "gathered and scattered rows are not in gemm_cpu"),
         (p.out_dtype in outputs, f"out dtype {p.out_dtype} with {p.a_dtype} inputs and out_scale={p.out_scale} is not one of "
                                  f"{', '.join(outputs)}"),
         (p.bias_dtype in (None, *family), f"bias dtype {p.bias_dtype} with {p.a_dtype} inputs is not one of {', '.join(family)}"),

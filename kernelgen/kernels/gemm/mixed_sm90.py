@@ -211,7 +211,7 @@ def closure(problem: GemmProblem, config: Config, kernel: Any, tensors: Any, til
     def run(t: Any) -> None:
         launch(blank + pack(
             t.a.data_ptr(), t.b.data_ptr(), t.out.data_ptr(), t.bias.data_ptr() if with_bias else 0, 0,
-            t.zero_b.data_ptr() if with_zeros else 0, t.scale_b.data_ptr(), 0, t.ends.data_ptr() if grouped else 0, 0) + tail)
+            t.zero_b.data_ptr() if with_zeros else 0, t.scale_b.data_ptr(), 0, t.ends.data_ptr() if grouped else 0, 0, 0, 0) + tail)
 
     return run
 

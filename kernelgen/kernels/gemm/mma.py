@@ -210,7 +210,7 @@ def supports_operands(problem: GemmProblem, target: Target, kernel: str) -> Verd
     return first_no(
         (target.kind == "cuda" and target.capability >= 80, f"{kernel} needs sm_80 or later, got {target}"),
         (known, kinds),
-        (not p.gathered, f"gathered rows are not in {kernel}"),
+        (not (p.gathered or p.scattered), f"gathered rows are not in {kernel}, nor scattered ones"),
         (p.out_dtype in (FP8 if p.out_scale else OUTPUTS),
          f"out dtype {p.out_dtype} with out_scale={p.out_scale} is not one of {', '.join(FP8 if p.out_scale else OUTPUTS)}"),
         (p.bias_dtype in (None, *OUTPUTS), f"bias dtype {p.bias_dtype} is not one of {', '.join(OUTPUTS)}"),

@@ -31,6 +31,7 @@ def supports(problem: MoeSortProblem, target: Target) -> Verdict:
     return first_no(
         (target.kind == "cpu", f"moe_sort_cpu needs a CPU, got {target}"),
         (p.id_dtype in _INDICES, f"ids of {p.id_dtype} are not one of {', '.join(_INDICES)}"),
+        (p.weight_dtype is None, "moe_sort_cpu gives rows no weights"),
         (p.slots < 1 << 31, f"{p.slots} slots do not fit int32 rows"),
     )
 

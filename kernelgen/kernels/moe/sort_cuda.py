@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
+from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
+from kernelgen.kernels.moe.rows import address
 from kernelgen.kernels.rowwise import dependent
 from kernelgen.moe_tensors import SortTensors
 from kernelgen.params import ParamStruct
-from kernelgen.problems.moe import MoeSortProblem
+from kernelgen.problems.moe import MoeSortProblem, WeightedSortProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
 from kernelgen.verdicts import Verdict, first_no
@@ -20,8 +22,9 @@ from kernelgen.verdicts import Verdict, first_no
 # struct MoeSortParams of the header.
 PARAMS = ParamStruct((
     ("ids", "ptr"), ("expert_map", "ptr"), ("offsets", "ptr"), ("token_of_row", "ptr"), ("row_of_slot", "ptr"), ("block_counts", "ptr"),
-    ("ids_row", "i64"), ("first", "i64"), ("slots", "i32"), ("k", "i32"), ("experts", "i32"), ("mapped", "i32"), ("chunk", "i32"),
-    ("blocks", "i32"),
+    ("weights", "ptr"), ("weight_of_row", "ptr"), ("cleared", "ptr"), ("ids_row", "i64"), ("first", "i64"), ("weights_row", "i64"),
+    ("cleared_row", "i64"), ("slots", "i32"), ("k", "i32"), ("experts", "i32"), ("mapped", "i32"), ("chunk", "i32"),
+    ("blocks", "i32"), ("cleared_chunks", "i32"),
 ))
 ENTRY, COUNT = "moe_sort_cuda", "moe_sort_count"
 MAPS = {None: "kNone", "table": "kTable", "range": "kRange"}
@@ -32,6 +35,7 @@ _COUNTERS = 1 << 13    # in shared memory, 32 KB: one per expert and warp
 _ONE_BLOCK = 1 << 13   # slots up to which a second launch costs more than other SMs gain (reasoned, unmeasured)
 _CHUNK = 1 << 11       # slots of a block where there are several
 _MOST_BLOCKS = 128     # every block adds up the counts of all others
+_CLEARING_BLOCKS = 132 # beside those that sort, of an H200's SMs
 
 
 @dataclass(frozen=True)
@@ -82,11 +86,13 @@ def candidates(problem: MoeSortProblem, target: Target) -> Iterator[Config]:
 
 
 def spec(problem: MoeSortProblem, target: Target, config: Config) -> KernelSpec:
-    """The specialisation: type of the ids, kind of map, warps."""
+    """The specialisation: types of the ids and of weights, kind of map, warps."""
     p = problem
     return KernelSpec.make(
-        f"moe_sort_cuda_{p.id_dtype}_{p.expert_map or 'ids'}_w{config.warps}", "moe/sort_cuda.cu.jinja", "nvrtc",
-        dict(index=INDICES[p.id_dtype], map=MAPS[p.expert_map], warps=config.warps), params=PARAMS,
+        f"moe_sort_cuda_{p.id_dtype}_{p.expert_map or 'ids'}{f'_weights_{p.weight_dtype}' if p.weight_dtype else ''}_w{config.warps}",
+        "moe/sort_cuda.cu.jinja", "nvrtc",
+        dict(index=INDICES[p.id_dtype], map=MAPS[p.expert_map], warps=config.warps, scatters=p.weight_dtype is not None,
+             weight_type=DTYPES[p.weight_dtype or "fp32"].cuda), params=PARAMS,
         params_type="kernelgen::MoeSortParams", entries=(ENTRY, COUNT), target=target)
 
 
@@ -103,9 +109,13 @@ def bind(problem: MoeSortProblem, config: Config, kernel: Any, tensors: SortTens
     shape: dict[str, Any] = dict(grid=(blocks, 1, 1), block=(32 * c.warps, 1, 1), shared_memory=shared_memory(p, c),
                                 programmatic=dependent(device))
     index = device.index or 0
-    place = kernel.prepare(index, **shape)
+    clearing = 0 if t.cleared is None else min(p.tokens, _CLEARING_BLOCKS)
+    place = kernel.prepare(index, **(shape | {"grid": (blocks + clearing, 1, 1)}))
     count = kernel.entry(COUNT, PARAMS).prepare(index, **shape) if blocks > 1 else None
     tail = PARAMS.pack_scalars({
+        "weights_row": 0 if t.weights is None else t.weights.stride(0),
+        "cleared_row": 0 if t.cleared is None else t.cleared.stride(0) * t.cleared.element_size(),
+        "cleared_chunks": 0 if t.cleared is None else t.cleared.shape[1] * t.cleared.element_size() // 16,
         "ids_row": t.ids.stride(0), "first": t.first, "slots": p.slots, "k": p.k, "experts": p.experts,
         "mapped": 0 if t.expert_map is None else t.expert_map.shape[0], "chunk": chunk, "blocks": blocks})
     pack = PARAMS.pointer_packer.pack
@@ -113,7 +123,8 @@ def bind(problem: MoeSortProblem, config: Config, kernel: Any, tensors: SortTens
     def run(t: SortTensors) -> None:
         counts = None if count is None else torch.empty(blocks * p.experts, dtype=torch.int32, device=device)
         params = pack(t.ids.data_ptr(), 0 if t.expert_map is None else t.expert_map.data_ptr(), t.offsets.data_ptr(),
-                      t.token_of_row.data_ptr(), t.row_of_slot.data_ptr(), 0 if counts is None else counts.data_ptr()) + tail
+                      t.token_of_row.data_ptr(), t.row_of_slot.data_ptr(), 0 if counts is None else counts.data_ptr(),
+                      address(t.weights), address(t.weight_of_row), address(t.cleared)) + tail
         if count is not None:
             count(params)
         place(params)
@@ -127,6 +138,7 @@ def coverage() -> Iterable[tuple[MoeSortProblem, Config | None]]:
     yield base, None
     yield replace(base, id_dtype="int64", expert_map="table", experts=512), None
     yield replace(base, tokens=8, expert_map="range"), None
+    yield WeightedSortProblem(**vars(base), slot_dtype="bf16"), None
 
 
 FAMILY = KernelFamily(

@@ -20,7 +20,7 @@ from kernelgen.testing.tolerance import assert_bits_equal
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
 
-@pytest.mark.parametrize("name", SORTS)
+@pytest.mark.parametrize("name", [name for name, case in SORTS.items() if case.weights is None])
 def test_sort(name: str) -> None:
     run_sort(SORTS[name], sort_cpu.FAMILY, target_of("cpu"), build.kernel)
 

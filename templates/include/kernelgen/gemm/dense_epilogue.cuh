@@ -10,6 +10,9 @@
 // of one half and then the same of the other, which one thread holds at the same place; where they alternate they are neighbours in
 // one thread, and results change lanes to lie in pairs.
 //
+// With kScatter each row is multiplied by a weight of its own, rounded, and added to the row of out that p.rows names, 16 bytes an
+// instruction, in whatever order tiles come.
+//
 // Codes of fp8 (kQuantize) take two walks over the results of a row's 128 columns, which lie in one quad of lanes: for the largest
 // magnitude, and for the codes.
 #pragma once
@@ -23,6 +26,7 @@
 #include <kernelgen/gemm/quantized_rows_sm90.cuh>
 #include <kernelgen/gemm/tiles_sm90.cuh>
 #include <kernelgen/sm90/barrier.cuh>
+#include <kernelgen/sm90/reduce.cuh>
 #include <kernelgen/sm90/smem_tile.cuh>
 #include <kernelgen/sm90/stmatrix.cuh>
 #include <kernelgen/sm90/wgmma.cuh>
@@ -47,6 +51,10 @@ struct DenseEpilogue {
   static constexpr int kColumnBytes = round_up(Options::kBlockN * 4, 128);
   static constexpr int kStagedBytes = kStaged ? kColumnBytes * (Options::kScales + Options::kBias) : 0;
   static constexpr int kColumnsOfThread = (Options::kBlockN + kWarpgroupThreads - 1) / kWarpgroupThreads;
+  static constexpr bool kScatter = Options::kScatter;
+  static constexpr int kRowsOfThread = 4;  // of a slab of 64, of which it adds 16 bytes each
+  static_assert(!kScatter || (Options::kTmaOut && sizeof(Out) == 2 && kOutputs % kSlabColumns == 0),
+                "whole slabs of 16 bits are scattered");
   static_assert(kOutputs % 8 == 0, "eight outputs of a row belong to one instruction");
   // Outputs of eight columns at a time where registers are short, or ptxas loads scales and biases of all at once, and spills.
   static constexpr bool kOneByOne =
@@ -110,11 +118,26 @@ struct DenseEpilogue {
   struct Ahead {
     float rows[Options::kMmaM][2];
     float scales[kColumnsOfThread], biases[kColumnsOfThread];
+    float weights[kScatter ? Options::kMmaM : 1][2];  // of the same rows
+    int targets[kScatter ? Options::kMmaM : 1][kRowsOfThread];
   };
+
+  // Of the rows of a slab that this thread adds.
+  __device__ static int row_of_slab(int i) { return threadIdx.x % kWarpgroupThreads / 8 + 16 * i; }
 
   // `Step`: from 64 of the rows to the next that are this consumer's.
   template <int Step>
   __device__ static void load_ahead(Ahead& ahead, const DenseSm90Params& p, const OutputTile& tile, int first_row) {
+    if constexpr (kScatter) {
+      const int last = tile.row_end - 1, own = first_row + threadIdx.x / 32 % 4 * 16 + lane_id() / 4;
+#pragma unroll
+      for (int m = 0; m < Options::kMmaM; ++m) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) ahead.weights[m][i] = p.row_weights[min(own + m * Step + i * 8, last)];
+#pragma unroll
+        for (int i = 0; i < kRowsOfThread; ++i) ahead.targets[m][i] = p.rows[min(first_row + m * Step + row_of_slab(i), last)];
+      }
+    }
     if constexpr (!kStaged) return;
     const int row = first_row + threadIdx.x / 32 % 4 * 16 + lane_id() / 4;
 #pragma unroll
@@ -304,6 +327,22 @@ struct DenseEpilogue {
     }
   }
 
+  // The rows of a slab that are the tile's, added to rows of out. (noftz: denormals are kept, as everywhere.)
+  __device__ static void add_slab_rows(uint32_t address, const DenseSm90Params& p, const OutputTile& tile, int first_row, int column,
+                                       const int (&targets)[kRowsOfThread]) {
+    const int chunk = threadIdx.x % 8, at = column + chunk * 8;
+    if (at >= (kGated ? p.n / 2 : p.n)) return;
+    Out* out = static_cast<Out*>(const_cast<void*>(p.out)) + at;
+#pragma unroll
+    for (int i = 0; i < kRowsOfThread; ++i) {
+      const int row = row_of_slab(i);
+      if (first_row + row >= tile.row_end) break;
+      uint32_t words[4];
+      load_chunk(words, address + slab_chunk<false>(row, chunk));
+      reduce_add_16<Out>(out + targets[i] * p.out_row, words);
+    }
+  }
+
   // The next slab, once the store that last read it has done so. By all threads of the warpgroup, as all here.
   __device__ uint32_t begin_slab() const {
     if (threadIdx.x % kWarpgroupThreads == 0) tma_store_wait_read<Options::kSlabs - 1>();
@@ -312,7 +351,14 @@ struct DenseEpilogue {
   }
 
   // The slab, written by all, leaves for 64 rows and the tile's outputs from `column` on.
-  __device__ void end_slab(uint32_t address, const DenseSm90Params& p, const OutputTile& tile, int first_row, int column) {
+  __device__ void end_slab(uint32_t address, const DenseSm90Params& p, const OutputTile& tile, int first_row, int column,
+                           const Ahead& ahead, int m) {
+    if constexpr (kScatter) {
+      named_barrier_sync(1 + group, kWarpgroupThreads);
+      add_slab_rows(address, p, tile, first_row, tile.n + column, ahead.targets[m]);
+      slab = slab + 1 == Options::kSlabs ? 0 : slab + 1;
+      return;
+    }
     const bool leader = threadIdx.x % kWarpgroupThreads == 0;
     const int outputs_end = kGated ? p.n / 2 : p.n;
     // The copy engine clips rows, but columns only to 16 bytes: what follows in memory is not ours.
@@ -375,7 +421,7 @@ struct DenseEpilogue {
       for (int column = 0; column < kColumnsOfScale; column += 16) {
         Rows::to_slab(address, column, results + column / 2, by_upper, by_lower);
       }
-      end_slab(address, p, tile, first_row, block);
+      end_slab(address, p, tile, first_row, block, ahead, m);
     }
   }
 
@@ -397,6 +443,10 @@ struct DenseEpilogue {
           const int eight = (column + in_slab) / 8 + t;
           if constexpr (kOneByOne) __syncwarp();
           outputs(y[t], sums, p, extras, eight, first_output);
+          if constexpr (kScatter) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) y[t][i] *= ahead.weights[m][i / 2];
+          }
           const int at = first_output + 8 * eight + lane_id() % 4 * 2;
           if constexpr (Options::kAccumulate) add_c(y[t], p, tile, row, at);
           if constexpr (!Options::kTmaOut) store_directly(y[t], p, tile, row, at);
@@ -409,7 +459,7 @@ struct DenseEpilogue {
           }
         }
       }
-      if constexpr (Options::kTmaOut) end_slab(address, p, tile, first_row, column);
+      if constexpr (Options::kTmaOut) end_slab(address, p, tile, first_row, column, ahead, m);
     }
   }
 

@@ -19,7 +19,9 @@ struct DenseSm90Params {
   const float* scale_b;  // (n) or one; blocks: (k / 128, n or n / 128)
   float* out_scale;      // out of codes: (m, outputs / 128)
   const int32_t* ends;   // grouped: where groups end, or masked: how many rows of each exist
-  const int32_t* rows;   // gathered: the row of a for each row of the product
+  const int32_t* rows;   // gathered: the row of a for each row of the product; scattered: the row of out
+  int32_t* counter;      // tiles dealt out, blocks that are done: both zero between launches
+  const float* row_weights;  // scattered: (m), what each row of the product is multiplied by
   int64_t c_batch, c_row, out_batch, out_row, bias_batch, scale_a_batch, scale_b_batch;
   int64_t out_scale_batch, out_scale_row, out_scale_block;
   int32_t m, n, k;           // n of b: twice the outputs of a gated activation

@@ -24,10 +24,12 @@
 // lies in the rest of the stage is multiplied, and not stored, but for a consumer's second 64 rows, which it leaves out where none of
 // them is the group's. A group of k may begin and end inside a stage: there the consumers clear what is not its own, in a and in b,
 // as 0 * NaN would be NaN. With kGather rows of a lie anywhere, and two more warps of the copying warpgroup bring them
-// (gathered_rows_sm90.cuh).
+// (gathered_rows_sm90.cuh). With kDealt blocks take tiles from a counter in memory as they come to them (dealt_tiles_sm90.cuh). With
+// kScatter rows are added to rows of out that lie anywhere.
 #pragma once
 
 #include <kernelgen/gemm/block_scales_sm90.cuh>
+#include <kernelgen/gemm/dealt_tiles_sm90.cuh>
 #include <kernelgen/gemm/dense_epilogue.cuh>
 #include <kernelgen/gemm/dense_params.cuh>
 #include <kernelgen/gemm/gathered_rows_sm90.cuh>
@@ -43,7 +45,7 @@ namespace kernelgen {
 // `Options` is the rendered file's struct of compile-time constants: Element (of a, b), Out, Bias, C; kMmaM, kConsumers, kBlockN, kParts,
 // kStages, kSlabs, kClusterM, kClusterN, kSplitK, kResident (blocks of an SM), kBandRows, kPingpong; kRowA, kRowB (row order); kTmaOut
 // (out goes through shared memory); kBias, kActivation, kGate, kClamped, kAccumulate, kQuantize (out are codes, with a scale for 128 of a
-// row), kScales, kPromote, kBlockScales, kScaleColumns (of b, that share a scale of blocks), kGrouping, kGather
+// row), kScales, kPromote, kBlockScales, kScaleColumns (of b, that share a scale of blocks), kGrouping, kGather, kDealt, kScatter
 template <class Options>
 struct DenseSm90 : Options {
   using T = typename Options::Element;
@@ -71,7 +73,7 @@ struct DenseSm90 : Options {
   static constexpr Grouping kGrouping = Options::kGrouping;
   static constexpr bool kRowGroups = Epilogue::kRowGroups;
   static constexpr int kOutputs = Epilogue::kOutputs;
-  using Tiles = typename tiles_of_grouping<DenseSm90<Options>, kGrouping, kRowGroups>::type;
+  using Tiles = typename tiles_of_grouping<DenseSm90<Options>, kGrouping, kRowGroups, Options::kScatter>::type;
   static constexpr int kDepth = kSwizzleRowBytes / static_cast<int>(sizeof(T));
   static constexpr int kAlignedElements = 16 / static_cast<int>(sizeof(T));  // of a copy's first coordinate
   static constexpr bool kMajorKA = Options::kRowA, kMajorKB = !Options::kRowB;
@@ -95,6 +97,14 @@ struct DenseSm90 : Options {
   using Rows = GatheredRows<kGather ? kBlockM : 16>;
   using Ring = Pipeline<kStages, kPingpong ? 4 : 4 * kConsumers, kSharing, 1 + Scales::kFillers + (kGather ? Rows::kFillers : 0)>;
 
+  // Tiles: the copying warp deals them out, or each warp counts.
+  static constexpr bool kDealt = Options::kDealt;
+  static_assert(!kDealt || kRowGroups, "tiles that differ are those of groups of rows");
+  static_assert(!Options::kScatter || (kDealt && !kGather), "columns of all groups are counted by one warp; p.rows has one meaning");
+  static constexpr int kReaders = (kPingpong ? 4 : 4 * kConsumers) + (Options::kBlockScales ? 1 : 0) + (kGather ? Rows::kWarps : 0);
+  using Slots = TileSlots<kReaders>;
+  static constexpr int kAskAhead = 6;  // steps before the end of a tile that the next one is asked for: some 2 us
+
   // Registers: 65,536 / 128 = 512 for the warpgroups of an SM together; the producer's addresses need few.
   static_assert(kResident == 1 || (kResident == 2 && kConsumers == 1), "two blocks of an SM have one consumer each");
   static constexpr int kProducerRegisters = kResident == 2 ? 40 : kConsumers == 1 ? 56 : kConsumers == 2 ? 40 : 32;
@@ -106,7 +116,8 @@ struct DenseSm90 : Options {
   static constexpr int kScalesAt = kStagedAt + kConsumers * Epilogue::kStagedBytes;
   static constexpr int kRingBytes = kScalesAt + kStages * Scales::kBytes;
   static constexpr int kBarriersAt = kSplitK == 1 ? kRingBytes : max_of(kRingBytes, Shares::kBytes);  // the sums lie where operands lay
-  static constexpr int kSharedBytes = kBarriersAt + round_up(Ring::kBytes, 128);
+  static constexpr int kSlotsAt = kBarriersAt + round_up(Ring::kBytes, 128);
+  static constexpr int kSharedBytes = kSlotsAt + (kDealt ? Slots::kBytes : 0);
 
   // A box: what one TMA instruction brings of an operand. Groups of few rows need few boxes of a.
   static constexpr int kBoxA = !kMajorKA ? TileA::kRowElements : kRowGroups ? min_of(kBlockM, 32) : kBlockM / kClusterN;
@@ -132,19 +143,22 @@ struct DenseSm90 : Options {
   }
 
   // By one warp, of which one lane starts the copies.
-  __device__ static void produce(const DenseSm90Params& p, const Ring& ring, uint32_t shared, Tiles tiles, int index, int step,
-                                 int rank_m, int rank_n) {
-    const bool leader = elect_one();
+  template <class Source>
+  __device__ static void produce(const DenseSm90Params& p, const Ring& ring, uint32_t shared, Source tiles, int rank_m, int rank_n) {
+    const bool leader = kDealt ? lane_id() == 0 : elect_one();
     const uint16_t sharing_a = blocks_along_n(rank_m), sharing_b = blocks_along_m(rank_n);
     constexpr int kBoxesA = kBlockM / kBoxA / kClusterN, kBoxesB = kBlockN / kBoxB / kClusterM;
     typename Ring::Position at;
     OutputTile tile;
-    for (; tiles.find(p, index, tile); index += step) {
+    for (; tiles.find(p, tile); tiles.advance()) {
       if (!leader) continue;
       const int boxes_a = kRowGroups ? min(kBoxesA, ceil_div(tile.row_end - tile.m, kBoxA)) : kBoxesA;
       const int bytes_a = kGather ? 0 : kRowGroups ? TileA::kBytes / kBoxesA * boxes_a : TileA::kBytes;
       const int bytes = bytes_a + TileB::kBytes + Scales::row_bytes(p);
       for (int k = tile.k_first; k < tile.k_end; k += kDepth) {
+        if constexpr (kDealt) {
+          if (k == max(0, ceil_div(p.k, kDepth) - kAskAhead) * kDepth) tiles.ask(p);
+        }
         ring.wait_empty(at);
         ring.expect(at, bytes);
         const uint32_t stage_a = shared + at.stage * kStageBytes, stage_b = stage_a + TileA::kBytes;
@@ -167,15 +181,16 @@ struct DenseSm90 : Options {
       }
     }
     __syncwarp();  // what follows takes whole warps
+    tiles.finish(p);
   }
 
   // By two more warps, where rows of a are gathered.
-  __device__ static void produce_rows(const DenseSm90Params& p, const Ring& ring, uint32_t shared, Tiles tiles, int index, int step,
-                                      int warp) {
+  template <class Source>
+  __device__ static void produce_rows(const DenseSm90Params& p, const Ring& ring, uint32_t shared, Source tiles, int warp) {
     typename Ring::Position at;
     OutputTile tile;
     Rows rows;
-    for (; tiles.find(p, index, tile); index += step) {
+    for (; tiles.find(p, tile); tiles.advance()) {
       rows.find(p, tile, warp);
       for (int k = tile.k_first; k < tile.k_end; k += kDepth, at.advance()) {
         ring.wait_empty(at);
@@ -194,10 +209,11 @@ struct DenseSm90 : Options {
   __device__ static uint32_t scales_of(uint32_t shared, int stage) { return shared + kScalesAt + stage * Scales::kBytes; }
 
   // By another warp.
-  __device__ static void produce_scales(const DenseSm90Params& p, const Ring& ring, uint32_t shared, Tiles tiles, int index, int step) {
+  template <class Source>
+  __device__ static void produce_scales(const DenseSm90Params& p, const Ring& ring, uint32_t shared, Source tiles) {
     typename Ring::Position at;
     OutputTile tile;
-    for (; tiles.find(p, index, tile); index += step) {
+    for (; tiles.find(p, tile); tiles.advance()) {
       if constexpr (kGather) {
         typename Scales::Columns columns;
         typename Scales::Rows rows;
@@ -410,21 +426,18 @@ struct DenseSm90 : Options {
     }
   }
 
-  __device__ static void consume(const DenseSm90Params& p, const Ring& ring, uint32_t shared, Tiles tiles, int index, int step,
-                                 int group, int share) {
+  template <class Source>
+  __device__ static void consume(const DenseSm90Params& p, const Ring& ring, uint32_t shared, Source tiles, int group, int share) {
     const int first_row = kPingpong ? 0 : group * kMmaRows;
     typename Ring::Position at;
     if (kPingpong && group == 1) named_barrier_arrive(kTurn, 2 * kWarpgroupThreads);  // the first turn is the other's
-    if (kPingpong && group == 1) {
-      at.skip(ceil_div(p.k, kDepth));
-      index += step;
-    }
-    if (kPingpong) step *= 2;
+    if (kPingpong && group == 1) at.skip(ceil_div(p.k, kDepth));
+    if constexpr (kPingpong) tiles.take_turns(group);
     Epilogue epilogue{shared + kStoreAt + group * Epilogue::kStoreBytes, shared + kStagedAt + group * Epilogue::kStagedBytes, group};
     Sums sums;
     typename Epilogue::Ahead ahead;
     OutputTile tile;
-    for (; tiles.find(p, index, tile); index += step) {
+    for (; tiles.find(p, tile); tiles.advance()) {
       if constexpr (kPingpong) named_barrier_sync(kTurn + group, 2 * kWarpgroupThreads);
       if (kRowGroups && tile.m + first_row >= tile.row_end) {
         pass(ring, tile, at);
@@ -453,11 +466,23 @@ struct DenseSm90 : Options {
     epilogue.finish();
   }
 
-  __device__ static Tiles first_tiles(int rank_m, int rank_n, int share) {
-    if constexpr (kRowGroups) {
-      return {};
+  // As a warp comes by its tiles, and the one that deals them out.
+  __device__ static auto tiles_of_warp(uint32_t shared, int rank_m, int rank_n, int share) {
+    const int cluster = blockIdx.x / kBlocks, clusters = gridDim.x / kBlocks;
+    if constexpr (kDealt) {
+      return DealtTiles<Tiles, kReaders>{{{shared + kSlotsAt}}};
+    } else if constexpr (kRowGroups) {
+      return StridedTiles<Tiles>{{}, cluster, clusters};
     } else {
-      return {rank_m, rank_n, share};
+      return StridedTiles<Tiles>{{rank_m, rank_n, share}, cluster, clusters};
+    }
+  }
+  template <class Source>
+  __device__ static auto tiles_to_deal(uint32_t shared, const Source& tiles) {
+    if constexpr (kDealt) {
+      return TileDealer<Tiles, kReaders, kPingpong ? 2 : 1>{{{shared + kSlotsAt}}, {}, static_cast<int>(blockIdx.x)};
+    } else {
+      return tiles;
     }
   }
 
@@ -468,6 +493,7 @@ struct DenseSm90 : Options {
     const int warp = warp_id(), group = warp / 4;
     if (threadIdx.x == 0) {
       ring.init();
+      if constexpr (kDealt) Slots{{shared + kSlotsAt}}.init();
       barrier_init_fence();
     }
     if (threadIdx.x == 32) {
@@ -482,22 +508,21 @@ struct DenseSm90 : Options {
     wait_for_previous_kernel();
     start_next_kernel();
     const int rank = kBlocks > 1 ? static_cast<int>(cluster_rank()) : 0;
-    const int cluster = blockIdx.x / kBlocks, clusters = gridDim.x / kBlocks;
     const int rank_m = rank % kClusterM, rank_n = rank / kClusterM % kClusterN, share = rank / kSharing;
-    const Tiles tiles = first_tiles(rank_m, rank_n, share);
+    const auto tiles = tiles_of_warp(shared, rank_m, rank_n, share);
     if (group == kConsumers) {
       give_registers<kProducerRegisters>();
-      if (warp == 4 * kConsumers) produce(p, ring, shared, tiles, cluster, clusters, rank_m, rank_n);
+      if (warp == 4 * kConsumers) produce(p, ring, shared, tiles_to_deal(shared, tiles), rank_m, rank_n);
       if constexpr (Options::kBlockScales) {
-        if (warp == 4 * kConsumers + 1) produce_scales(p, ring, shared, tiles, cluster, clusters);
+        if (warp == 4 * kConsumers + 1) produce_scales(p, ring, shared, tiles);
       }
       if constexpr (kGather) {
-        if (warp >= 4 * kConsumers + 2) produce_rows(p, ring, shared, tiles, cluster, clusters, warp - 4 * kConsumers - 2);
+        if (warp >= 4 * kConsumers + 2) produce_rows(p, ring, shared, tiles, warp - 4 * kConsumers - 2);
       }
       if constexpr (kSplitK > 1) cluster_sync();  // the consumers' sums are there: all threads of the cluster pass its barrier
     } else {
       take_registers<kConsumerRegisters>();
-      consume(p, ring, shared, tiles, cluster, clusters, group, share);
+      consume(p, ring, shared, tiles, group, share);
     }
     // A block stays until no other can still write its shared memory or arrive at its barriers.
     if constexpr (kBlocks > 1) cluster_sync();

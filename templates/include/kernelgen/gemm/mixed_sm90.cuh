@@ -46,7 +46,8 @@ struct MixedSm90 : Options {
   // What tiles_sm90.cuh asks for: rows of a along m, columns of b along n.
   static constexpr int kBlockM = kTokens, kRows = kConsumers * kMmaRows, kOutputs = Epilogue::kOutputs;
   static constexpr int kClusterM = 1, kClusterN = 1, kSplitK = 1, kAlignedElements = 8;
-  using Tiles = typename tiles_of_grouping<MixedSm90<Options>, kGrouping, kRowGroups>::type;
+  static constexpr bool kDealt = false;  // each block has every so manieth tile
+  using Tiles = typename tiles_of_grouping<MixedSm90<Options>, kGrouping, kRowGroups, false>::type;
 
   static constexpr int kBlock = 64, kDepth = kBlocksK * kBlock;  // of k: 128 bytes of a row of a; of a stage
   using TileA = SmemTile<T, kTokens, kBlock, true>;

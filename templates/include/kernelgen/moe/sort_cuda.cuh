@@ -7,8 +7,12 @@
 //
 // Where there are several blocks, a launch in front leaves the counts of each in block_counts, and every block adds up all of
 // them for itself: a third launch would cost more than these reads, which are of a few KB in the L2 cache.
+//
+// For a product that adds rows to a token's (kScatters) rows get the weight of their slot, and more blocks clear what will be added to:
+// the sort waits for memory, which has nothing else to do meanwhile.
 #pragma once
 
+#include <kernelgen/cuda/conversions.cuh>
 #include <kernelgen/cuda/dependent.cuh>
 #include <kernelgen/cuda/warp.cuh>
 #include <kernelgen/moe/expert_map.h>
@@ -22,13 +26,18 @@ struct MoeSortParams {
   int32_t* token_of_row;      // (slots)
   int32_t* row_of_slot;       // (slots)
   int32_t* block_counts;      // (blocks, experts), null with one block
+  const void* weights;        // (tokens, k), null where rows get none
+  float* weight_of_row;       // (slots)
+  void* cleared;              // (tokens) rows of cleared_chunks times 16 bytes, or null
   int64_t ids_row;            // elements between tokens
   int64_t first;              // of a range of local ids
+  int64_t weights_row, cleared_row;  // elements; bytes
   int32_t slots, k, experts, mapped;
   int32_t chunk, blocks;  // slots of a block, a multiple of 32 kWarps
+  int32_t cleared_chunks;
 };
 
-// `Options`: Index (of ids), kMap, kWarps.
+// `Options`: Index (of ids), Weight, kMap, kWarps, kScatters.
 template <class Options>
 struct MoeSortCuda {
   static constexpr int kWarps = Options::kWarps, kThreads = kWarps * kWarpSize;
@@ -131,16 +140,33 @@ struct MoeSortCuda {
     __syncthreads();  // starts are there before rows are handed out
   }
 
+  // By the blocks behind those that sort: tokens in turn.
+  __device__ static void clear(const MoeSortParams& p) {
+    const int first = static_cast<int>(blockIdx.x) - p.blocks, step = static_cast<int>(gridDim.x) - p.blocks, tokens = p.slots / p.k;
+    for (int token = first; token < tokens; token += step) {
+      uint4* row = reinterpret_cast<uint4*>(static_cast<char*>(p.cleared) + token * p.cleared_row);
+      for (int i = threadIdx.x; i < p.cleared_chunks; i += kThreads) row[i] = make_uint4(0, 0, 0, 0);
+    }
+  }
+
   __device__ static void place(const MoeSortParams& p) {
     extern __shared__ __align__(128) unsigned char shared_memory[];
     join_previous_kernel();
+    if (Options::kScatters && static_cast<int>(blockIdx.x) >= p.blocks) {
+      clear(p);
+      return;
+    }
     const Shared shared(shared_memory, p.experts);
     int* mine = count_block(p, shared);
     add_up(p, shared);
     walk(p, mine, [&](int slot, int expert, int before) {
       const int row = expert < 0 ? -1 : shared.start[expert] + before;
       p.row_of_slot[slot] = row;
-      if (row >= 0) p.token_of_row[row] = slot / p.k;
+      const int token = slot / p.k;
+      if (row >= 0) p.token_of_row[row] = token;
+      if constexpr (Options::kScatters) {
+        if (row >= 0) p.weight_of_row[row] = to_float(static_cast<const typename Options::Weight*>(p.weights)[token * p.weights_row + (slot - token * p.k)]);
+      }
     });
     // Rows behind the last expert's belong to no slot.
     const int64_t begin = static_cast<int64_t>(blockIdx.x) * p.chunk, end = min(begin + p.chunk, static_cast<int64_t>(p.slots));
