@@ -62,6 +62,7 @@ def times(problem: Any, target: Target, live: bool) -> tuple[dict[tuple[str, str
     A bucket counts as a whole: where what is installed is of another release than what was measured, none of its times do, since the
     choice would go by who was left.
     """
+    live = live and is_here(target)
     tables = _timings(problem.op, target, live)
     name = bucket(problem) if tables else None
     if name is None:
@@ -74,6 +75,14 @@ def times(problem: Any, target: Target, live: bool) -> tuple[dict[tuple[str, str
             return {}, stale
         return {(m.backend, m.kernel): m for m in found if m.us is not None}, table.source
     return {}, ""
+
+
+@cache
+def is_here(target: Target) -> bool:
+    """Can it be this machine's? Tests and tools choose for a GPU where there is none."""
+    import torch
+
+    return target.kind == "cpu" or torch.cuda.is_available()
 
 
 def _stale(found: Sequence[Measurement]) -> str:
