@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from kernelgen.dtypes import DTYPES
@@ -207,42 +208,52 @@ def tiles_of(problem: GemmProblem, config: Config) -> tuple[int, int]:
     return -(-problem.m // (config.block_m * config.cluster_m)), -(-problem.n // (config.block_n * config.cluster_n))
 
 
-def _waves(problem: GemmProblem, target: Target, config: Config) -> tuple[int, float]:
-    """Of tiles, and the share of all their places that stays empty. Clusters of four and more do not fill the groups of SMs: 116 blocks ran
-    at once, 128 did not (H200, 2026-11-30)."""
-    c, sms = config, target.sm_count or 132
-    tiles_m, tiles_n = tiles_of(problem, c)
-    clusters = max(1, sms * 10 // 11 * c.resident // c.blocks if c.blocks > 2 else sms * c.resident // c.blocks)
-    tiles = tiles_m * tiles_n * problem.batch
-    waves = -(-tiles // clusters)
-    return waves, 1 - tiles / (waves * clusters)
+def _at_once(config: Config, sms: int) -> int:
+    """Clusters that run at a time. Those of four and more do not fill the groups of SMs: 116 blocks ran at once, 128 did not (H200,
+    2026-11-30)."""
+    c = config
+    return max(1, sms * 10 // 11 * c.resident // c.blocks if c.blocks > 2 else sms * c.resident // c.blocks)
 
 
-def _cost(problem: GemmProblem, target: Target, measured: Measured) -> float:
-    """Estimated microseconds: waves of tiles, and no faster than memory."""
-    p, size, fit, config = problem, ROW_BYTES // depth(problem), _fit(problem), measured.config
-    waves, idle = _waves(p, target, config)
-    tiles_time = waves * (-(-p.k // depth(p) // config.split_k) * measured.step + measured.finish)
-    moved = p.batch * (size * (p.m * p.k + p.k * p.n) + DTYPES[p.out_dtype].bytes * p.m * p.outputs)
-    # Where memory is the limit, less work is still the better bet.
-    if fit is None:
-        return max(tiles_time, moved / _BYTES_PER_US) + tiles_time / 10
-    tiles_time *= 1 + fit.beyond * (1 - p.m / round_up(p.m, config.block_m))
-    memory = moved / fit.bytes_per_us * (1 + fit.again * (1 - 1 / tiles_of(p, config)[0])) * (1 + (fit.uneven * idle if waves > 1 else 0))
-    memory += fit.start
-    return max(tiles_time, memory) + tiles_time / 50
+def _cost(problem: GemmProblem, target: Target) -> Callable[[Measured], float]:
+    """Estimated microseconds of a problem by config: waves of tiles, and no faster than memory."""
+    p, fit, sms, deep = problem, _fit(problem), target.sm_count or 132, depth(problem)
+    moved = p.batch * (ROW_BYTES // deep * (p.m * p.k + p.k * p.n) + DTYPES[p.out_dtype].bytes * p.m * p.outputs)
+    steps = -(-p.k // deep)
+
+    def cost(measured: Measured) -> float:
+        c = measured.config
+        tiles_m, tiles_n = tiles_of(p, c)
+        clusters, tiles = _at_once(c, sms), tiles_m * tiles_n * p.batch
+        waves = -(-tiles // clusters)
+        tiles_time = waves * (-(-steps // c.split_k) * measured.step + measured.finish)
+        # Where memory is the limit, less work is still the better bet.
+        if fit is None:
+            return max(tiles_time, moved / _BYTES_PER_US) + tiles_time / 10
+        tiles_time *= 1 + fit.beyond * (1 - p.m / round_up(p.m, c.block_m))
+        idle = 1 - tiles / (waves * clusters)  # the share of all places that stays empty
+        memory = moved / fit.bytes_per_us * (1 + fit.again * (1 - 1 / tiles_m)) * (1 + (fit.uneven * idle if waves > 1 else 0))
+        return max(tiles_time, memory + fit.start) + tiles_time / 50
+
+    return cost
+
+
+@lru_cache(maxsize=1024)
+def _fits(form: GemmProblem, target: Target, config: Config) -> bool:
+    """``legal`` of a problem of one row: it does not look at how many there are, so a size that is new costs no second look."""
+    return bool(legal(form, target, config))
 
 
 def _ranked(problem: GemmProblem, target: Target) -> Iterator[Measured]:
     """Legal ones, best guess first; judged one by one, as who asks mostly wants the first."""
-    ranked = sorted(_measured(problem), key=lambda m: _cost(problem, target, m))
-    return (m for m in ranked if legal(problem, target, m.config))
+    form = replace(problem, m=1)
+    return (m for m in sorted(_measured(problem), key=_cost(problem, target)) if _fits(form, target, m.config))
 
 
 def estimate(problem: GemmProblem, target: Target) -> float:
     """Microseconds that the first candidate is expected to take; infinite where there is none."""
     first = next(_ranked(problem, target), None)
-    return _cost(problem, target, first) if first else math.inf
+    return _cost(problem, target)(first) if first else math.inf
 
 
 def candidates(problem: GemmProblem, target: Target) -> Iterator[Config]:
@@ -271,7 +282,8 @@ def _guess(problem: GemmProblem, target: Target, config: Config) -> float:
     exchange = 0.8 + c.block_m * c.block_n * 4 * (1 - 1 / c.split_k) / 50_000 if c.split_k > 1 else 0.0
     finish = 0.3 if c.pingpong or c.resident > 1 else 0.4 + c.block_m * c.block_n / 32768
     multicast = 1.03 if c.cluster_m * c.cluster_n > 1 else 1.0  # worth nothing where it was measured
-    return 2.0 + multicast * _waves(p, target, c)[0] * (-(-p.k // depth(p)) / c.split_k * step * c.resident + finish + exchange)
+    waves = -(-math.prod(tiles_of(p, c)) * p.batch // _at_once(c, target.sm_count or 132))
+    return 2.0 + multicast * waves * (-(-p.k // depth(p)) / c.split_k * step * c.resident + finish + exchange)
 
 
 def grid(problem: GemmProblem, target: Target) -> Iterator[Config]:

@@ -132,7 +132,8 @@ def test_lengths_on_the_device_are_not_copied_back() -> None:
 ])
 def test_properties(backend: str, kernel: str, problem: Any, promises: str) -> None:
     found = backends()[backend].properties(problem, kernel)
-    assert [name for name, value in found.__dict__.items() if value] == promises.split()
+    # What hidden values do is no matter of an adapter: select.py knows it of all libraries.
+    assert [name for name, value in found.__dict__.items() if value and name != "hides_nonfinite"] == promises.split()
 
 
 def test_a_library_that_is_not_here_counts_only_for_other_machines() -> None:
