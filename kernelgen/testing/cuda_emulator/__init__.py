@@ -12,6 +12,7 @@ import hashlib
 import re
 import struct
 import subprocess
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,14 +62,16 @@ def _library(spec: KernelSpec, folder: Path) -> Path:
     digest = hashlib.sha256(repr((text, sorted(headers.items()), _FLAGS)).encode()).hexdigest()[:20]
     target = folder / digest / "kernel.so"
     if not target.exists():
-        for name, content in headers.items():
-            path = target.parent / "include" / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(content)
-        (target.parent / "kernel.cc").write_text(text)
-        part = target.with_suffix(".part")
-        subprocess.run(["g++", *_FLAGS, "-I", "include", "kernel.cc", "-o", part.name], cwd=target.parent, check=True)
-        part.rename(target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as made:  # of its own: another process may build the same
+            build = Path(made)
+            for name, content in headers.items():
+                path = build / "include" / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(content)
+            (build / "kernel.cc").write_text(text)
+            subprocess.run(["g++", *_FLAGS, "-I", "include", "kernel.cc", "-o", "kernel.so"], cwd=build, check=True)
+            (build / "kernel.so").replace(target)
     return target
 
 
