@@ -13,7 +13,7 @@ logger = logging.getLogger("kernelgen")
 
 # Backends that are other people's code. Ours raise their own errors, which are faults to be seen, not to be worked around.
 WRAPPED = frozenset({"torch", "cudnn", "cublaslt", "flash_attn_2", "flash_attn_3", "flash_attn_4", "flashinfer", "triton"})
-# What libraries raise for what they cannot do. Out of memory is the caller's to see: torch's is a RuntimeError, so it is let through.
+# What libraries raise for what they cannot do. Out of memory is the caller's to see, whatever it is called: see ``out_of_memory``.
 FAILURES = (RuntimeError, ImportError, NotImplementedError, ValueError, TypeError, AssertionError, AttributeError, OSError, KeyError)
 
 _aside: dict[tuple[Any, str, str], str] = {}
@@ -45,9 +45,16 @@ def backend_error(candidate: Candidate, problem: Any, error: Exception) -> Excep
                         "its own error is the cause of this one. backend='auto' would take another", backend=candidate.backend)
 
 
+# What libraries write where they got no memory: CUDA, cuDNN and cuBLAS, torch on a CPU, the operating system (whose words stand last).
+_NO_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "cudaErrorMemoryAllocation", "Cannot allocate memory")
+
+
 def out_of_memory(error: Exception) -> bool:
-    """torch.OutOfMemoryError by name: torch is not imported for it, and MemoryError."""
-    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    """MemoryError, torch.OutOfMemoryError (by name: torch is not imported for it), and what other errors say of it."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    text = str(error)
+    return any(words in text for words in _NO_MEMORY)
 
 
 def _line(error: Exception) -> str:

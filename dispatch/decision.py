@@ -19,7 +19,7 @@ class Candidate:
     score      of the rule that ``note`` quotes;  general: that rule is one for what no other speaks of
     measured   microseconds of a call, where this problem's bucket was measured on such a GPU; None where not
     predicted  microseconds by the cost model; None where it has no figures
-    artifact   "cached", "not built" or "" (not asked for, or nothing to build): explain fills it in
+    artifact   "cached", "not built yet" or "" (not asked for, or nothing to build): explain fills it in
     """
 
     backend: str

@@ -166,6 +166,8 @@ def _tensors(entry: _Op, given: Mapping[str, Any], element: torch.dtype) -> dict
     for name in entry.shapes if shaped else _indices_of_meta(entry, values):
         if isinstance(values.get(name), torch.Tensor):
             values[name] = values[name].to("meta")
+    if shaped and (table := values.get("page_table")) is not None and isinstance(getattr(table, "device", None), torch.device):
+        values["page_table"] = table.to_meta()  # the page numbers lie where the cache does
     return values
 
 

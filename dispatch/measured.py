@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from functools import cache
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from kernelgen.dispatch.decision import Candidate
 from kernelgen.dispatch.timings import Machine, Measurement, Timings, TimingsError, gpu_name
@@ -25,15 +25,26 @@ logger = logging.getLogger("kernelgen")
 
 # Extents that change from call to call. All other fields of a problem are part of its bucket as they are.
 _ROUNDED = frozenset({"batch", "m", "seq_q", "seq_k", "max_seq_q", "rows", "tokens"})
-# (problem, target, tensors) -> None while ``kernelgen.tune()`` is active: measures what has not been measured.
-tuner: Callable[[Any, Target, Any], None] | None = None
 
+
+class Measures(Protocol):
+    """What ``prepare`` tells of calls while ``kernelgen.tune()`` is active (:class:`kernelgen.dispatch.tuning.Tuner`)."""
+
+    def __call__(self, problem: Any, target: Target, tensors: Any) -> None: ...
+    def named(self, problem: Any) -> None: ...
+
+
+tuner: Measures | None = None
+
+# Times that could not be written: they count in this process.
+_unwritten: dict[tuple[str, Machine], dict[str, Sequence[Measurement]]] = {}
 _tables: dict[tuple[str, str, int, bool], tuple[Timings, ...]] = {}
 
 
 def forget() -> None:
-    """Read the files again."""
+    """Read the files again, and drop what could not be written."""
     _tables.clear()
+    _unwritten.clear()
 
 
 def rounded(n: int) -> int:
@@ -182,6 +193,15 @@ def _read(op: str, target: Target, live: bool) -> list[Timings]:
 
 def _own(op: str, target: Target) -> Timings | None:
     """What was measured here, if anything was."""
+    table = _written(op, target)
+    kept = next((found for (name, machine), found in _unwritten.items() if name == op and machine == Machine.here(target)), None)
+    if kept is None:
+        return table
+    return Timings(op, Machine.here(target), {**(table.problems if table else {}), **kept}, "measured here, by this process")
+
+
+def _written(op: str, target: Target) -> Timings | None:
+    """The file of this machine's times. One that cannot be used is a word in the log: a call does not fail for it."""
     try:
         if not tuning_folder().is_dir():  # asking the driver for its release costs milliseconds
             return None
@@ -189,6 +209,8 @@ def _own(op: str, target: Target) -> Timings | None:
         return Timings.read(path) if path.is_file() else None
     except TimingsError as error:
         logger.warning("%s; it is left out, kernelgen tune writes it anew", error)
+    except OSError as error:
+        logger.warning("measured times of %s cannot be read (%s); they are left out", op, error)
     except CacheError:  # no folder can be used: a call that needs a kernel says so itself
         pass
     return None
@@ -214,11 +236,19 @@ def own_file(op: str, machine: Machine) -> Path:
     return tuning_folder() / machine.slug / f"{op}.json"
 
 
-def save(op: str, machine: Machine, found: dict[str, tuple[Measurement, ...]]) -> Path:
-    """Merge measured buckets into this machine's file. Safe for many processes at a time."""
-    path = own_file(op, machine)
-    Timings.merge(path, op, machine, found)
-    forget()
+def save(op: str, machine: Machine, found: dict[str, tuple[Measurement, ...]]) -> Path | None:
+    """Merge measured buckets into this machine's file. Safe for many processes at a time. None where it cannot be written: that is
+    said in the log, and the times count in this process alone.
+    """
+    try:
+        path = own_file(op, machine)
+        Timings.merge(path, op, machine, found)
+    except (OSError, CacheError, NotImplementedError) as error:  # the last: a file system without locks
+        _unwritten.setdefault((op, machine), {}).update(found)
+        logger.warning("measured times of %s cannot be written and count in this process alone (%s); KERNELGEN_CACHE_DIR names another "
+                       "folder", op, error)
+        path = None
+    _tables.clear()
     return path
 
 

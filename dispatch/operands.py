@@ -16,6 +16,7 @@ from kernelgen.verdicts import Verdict, first_no, yes
 
 Indices = Mapping[str, torch.Tensor]  # field of the tensors -> its values, on the host
 _BLOCK = 128
+_EXTENTS = ("batch", "m", "n", "k", "seq_q", "seq_k", "num_q_heads", "rows", "width")
 
 
 def can_make(problem: Any) -> Verdict:
@@ -23,6 +24,8 @@ def can_make(problem: Any) -> Verdict:
     p = problem
     if p.op not in _MAKE:
         return Verdict(False, f"tensors of {p.op} are not made from a problem: its candidates cannot be measured")
+    if any(getattr(p, extent, None) == 0 for extent in _EXTENTS):
+        return Verdict(False, "an extent of 0 leaves nothing to measure")
     if getattr(p, "requires_grad", False):
         return Verdict(False, "a call with a gradient is not measured: its backward would have to be, too")
     if p.op == "attention":

@@ -233,8 +233,11 @@ def prepare(problem: Any, target: Target, backend: str, tensors: Any) -> tuple[D
     best takes the call; explain then says so. Inside ``kernelgen.tune()`` the candidates are measured first.
     """
     auto = backend == "auto" and settings().backend == "auto"
-    if auto and measured.tuner is not None:
-        measured.tuner(problem, target, tensors)
+    if measured.tuner is not None:
+        if auto:
+            measured.tuner(problem, target, tensors)
+        else:
+            measured.tuner.named(problem)
     decision = choose(problem, target, backend)
     chosen = decision.chosen
     if chosen is None:

@@ -113,12 +113,16 @@ class Timings:
             machine = Machine(**data["machine"])
             problems = {bucket: tuple(Measurement(**m) for m in found) for bucket, found in data["problems"].items()}
             return Timings(str(data["op"]), machine, problems, f"{source}, {machine.gpu}")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise TimingsError(f"{name}: not a file of measured times ({type(error).__name__}: {error})") from error
 
     @staticmethod
     def read(path: Path) -> Timings:
-        return Timings.parse(path.read_text(), path.name, "measured here")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise TimingsError(f"{path.name}: not a file of measured times ({error.reason})") from error
+        return Timings.parse(text, path.name, "measured here")
 
     @staticmethod
     def merge(path: Path, op: str, machine: Machine, found: Mapping[str, Sequence[Measurement]]) -> None:

@@ -8,21 +8,26 @@ counts from then on.
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
 from kernelgen.dispatch import measured, operands, select
+from kernelgen.dispatch.child import Child, Failed, Process
+from kernelgen.dispatch.serve import Hello, Request
 from kernelgen.dispatch.timings import Machine, Measurement
-from kernelgen.dispatch.trials import FAILURES, Bench, Outcome, Trial, best_of, line_of, trials_of
+from kernelgen.dispatch.trials import Outcome, Trial, best_of, trials_of
 from kernelgen.errors import SettingsError
+from kernelgen.forks import Lock
+from kernelgen.settings import settings
 from kernelgen.targets import Target
 
 logger = logging.getLogger("kernelgen")
+
+_LONGEST = 86400.0
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,9 @@ def tune(*, configs: int = 8, samples: int = 5, timeout: float = 120.0, again: b
     ``with kernelgen.tune() as report: model(...)``: the first call of each kind (op, types, features, and extents up to a power of two)
     waits until its candidates, our kernels' configs and the wrapped libraries, were checked against the reference and timed, with the
     protocol of ``kernelgen bench``, in a child process on the same device. Later calls, in this process and others, take the fastest;
-    ``kernelgen.explain`` shows the times. Calls with a gradient, a mask or a variant are left as they are; ``report.left`` says so.
+    ``kernelgen.explain`` shows the times. Calls with a gradient, a mask or a variant, of a named backend, and of ops whose tensors are not
+    made from a problem (plans, caches, MoE layers) are left as they are; ``report.left`` says so. The block counts for all threads of the
+    process, and for none that is forked from it.
 
     configs   configs of each generated kernel that are tried
     samples   timed samples of each candidate
@@ -100,8 +107,8 @@ def tune(*, configs: int = 8, samples: int = 5, timeout: float = 120.0, again: b
     for name, value, least in (("configs", configs, 1), ("samples", samples, 1)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise SettingsError(f"{name}: got {value!r}, expected a whole number of {least} or more")
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
-        raise SettingsError(f"timeout: got {timeout!r}, expected seconds above 0")
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= _LONGEST:
+        raise SettingsError(f"timeout: got {timeout!r}, expected seconds above 0, and a day at most")
     tuner = Tuner(Options(configs, samples, float(timeout), bool(again)))
     from kernelgen.ops.memo import forget_calls
 
@@ -116,39 +123,62 @@ def tune(*, configs: int = 8, samples: int = 5, timeout: float = 120.0, again: b
 
 
 class Tuner:
-    """What ``prepare`` asks while a block is active."""
+    """What ``prepare`` asks while a block is active, in any thread of this process."""
 
     def __init__(self, options: Options) -> None:
         self.options, self.report = options, Report()
-        self._done: set[tuple[str, str]] = set()
-        self._worker = Worker()
+        self._done: set[tuple[Any, ...]] = set()
+        self._worker: Worker | None = None
+        self._busy, self._process = Lock(), os.getpid()
+        self._hopeless = ""  # why no child can be started: not tried again for each problem
 
     def __call__(self, problem: Any, target: Target, tensors: Any) -> None:
         """Measure the problem's bucket unless it has been."""
-        if target.kind == "cuda" and capturing():
-            self.report.left[str(problem)] = "its first call was made while a CUDA graph was captured: call it once before"
+        if os.getpid() != self._process:  # forked within the block: the child process is not this one's to ask
             return
-        self.measure(problem, target, operands.index_fields(tensors))
+        if target.kind == "cuda" and capturing():
+            self.leave(problem, "its first call was made while a CUDA graph was captured: call it once before")
+            return
+        with self._busy:
+            self.measure(problem, target, tensors)
 
-    def measure(self, problem: Any, target: Target, indices: operands.Indices | None = None) -> Tuned | None:
-        """Measure a problem and store its times. None where it cannot or need not be."""
-        name = measured.bucket(problem)
-        if name is None or (problem.op, name) in self._done:
-            return None
-        self._done.add((problem.op, name))
+    def named(self, problem: Any) -> None:
+        """A call that names its backend, or is a plan's, which chose before."""
+        self.leave(problem, operands.can_make(problem).reason
+                   or "its backend is named, by the call or KERNELGEN_BACKEND: nothing is left to choose")
+
+    def leave(self, problem: Any, reason: str) -> None:
+        """Say in the report why a problem is not measured."""
+        self.report.left.setdefault(str(problem), reason)
+
+    def measure(self, problem: Any, target: Target, tensors: Any = None) -> Tuned | None:
+        """Measure a problem, with the lengths and ends in a call's tensors, and store its times. None where it cannot or need not be."""
         possible = operands.can_make(problem)
-        if not possible:
-            self.report.left[str(problem)] = possible.reason
+        name = measured.bucket(problem)
+        if not possible or name is None:
+            self.leave(problem, possible.reason or "it holds code: a bucket of its own for each call")
             return None
+        if (problem.op, name, target) in self._done:
+            return None
+        self._done.add((problem.op, name, target))
         if not self.options.again and measured.times(problem, target, True)[0]:
             return None
-        rows = select.candidates_of(problem, target)
-        trials = trials_of(problem, target, rows, self.options.configs)
+        if self._hopeless:
+            self.leave(problem, self._hopeless)
+            return None
+        trials = trials_of(problem, target, select.candidates_of(problem, target), self.options.configs)
         if not trials:
-            self.report.left[str(problem)] = "no candidate but the reference can run it"
+            self.leave(problem, "no candidate but the reference can run it")
             return None
         logger.info("measuring %d candidates of %s", len(trials), problem)
-        outcomes = self._worker.run(problem, target, dict(indices or {}), trials, self.options)
+        if self._worker is None:
+            self._worker = Worker(self.options)
+        outcomes = self._worker.run(problem, target, operands.index_fields(tensors), trials)
+        if isinstance(outcomes, Failed):
+            self._hopeless = "" if outcomes.started else outcomes.reason
+            logger.warning("%s is not measured: %s", problem, outcomes.reason)
+            self.leave(problem, outcomes.reason)
+            return None
         outcomes.sort(key=lambda o: (o.us is None, o.us or 0.0))
         found = Tuned(problem, name, tuple(outcomes))
         self.report.tuned.append(found)
@@ -158,80 +188,47 @@ class Tuner:
         return found
 
     def close(self) -> None:
-        self._worker.stop()
+        if self._worker is not None and os.getpid() == self._process:
+            self._worker.stop()
 
 
 class Worker:
-    """The child process. It lives as long as nothing in it hangs or dies."""
+    """Trials in a child process, which lives as long as nothing in it hangs or dies."""
 
-    def __init__(self) -> None:
-        self._process: Any = None
-        self._pipe: Connection | None = None
+    def __init__(self, options: Options, start: Callable[[], tuple[Process, Connection]] | None = None) -> None:
+        self._options = options
+        self._child = Child(Hello(settings(), current_device()), start)
+        self.stop = self._child.stop
 
-    def run(self, problem: Any, target: Target, indices: dict[str, Any], trials: list[Trial], options: Options) -> list[Outcome]:
-        """Outcomes of all trials, whatever becomes of the child."""
+    def run(self, problem: Any, target: Target, indices: dict[str, Any], trials: list[Trial]) -> list[Outcome] | Failed:
+        """Outcomes of all trials, whatever becomes of the child. Failed where it is the problem's own tensors or reference that
+        cannot be had.
+        """
+        def ask(what: str, *given: Trial) -> Any:
+            return self._child.ask(Request(what, problem, target, indices, self._options.samples, given), self._options.timeout)
+
+        opened = ask("open")
+        if isinstance(opened, Failed):
+            return opened if not opened.started else Failed(f"its tensors, or what the reference makes of them: {opened.reason}")
         done: list[Outcome] = []
         right: list[Trial] = []
         for trial in trials:
-            answer = self._ask(("check", problem, target, indices, trial, options), options.timeout)
-            if isinstance(answer, str):
-                done.append(Outcome(trial, None, answer))
-            else:
+            answer = ask("check", trial)
+            if answer is None:
                 right.append(trial)
-        while right:
-            answer = self._ask(("time", problem, target, indices, right, options), options.timeout)
-            if not isinstance(answer, str):
-                return [*done, *answer]
-            # One of them cannot be timed beside the others: alone, it is found.
-            done += [self._alone(problem, target, indices, trial, options) for trial in right]
-            return done
+            else:
+                done.append(Outcome(trial, None, _reason(answer)))
+        answer = ask("time", *right) if right else []
+        if not isinstance(answer, Failed):
+            return [*done, *answer]
+        for trial in right:  # one of them cannot be timed beside the others: alone, it is found
+            answer = ask("time", trial)
+            done.append(Outcome(trial, None, answer.reason) if isinstance(answer, Failed) else answer[0])
         return done
 
-    def _alone(self, problem: Any, target: Target, indices: dict[str, Any], trial: Trial, options: Options) -> Outcome:
-        answer = self._ask(("time", problem, target, indices, [trial], options), options.timeout)
-        if isinstance(answer, str):
-            return Outcome(trial, None, answer)
-        outcome: Outcome = answer[0]
-        return outcome
 
-    def _ask(self, message: tuple[Any, ...], timeout: float) -> Any:
-        """The child's answer; a string is why there is none."""
-        if self._process is None or not self._process.is_alive():
-            self._start()
-        assert self._pipe is not None
-        try:
-            self._pipe.send(message)
-            if not self._pipe.poll(timeout):
-                self.stop()
-                return f"took longer than {timeout:g} s and was stopped"
-            return self._pipe.recv()
-        except (EOFError, OSError):
-            self._process.join(5)
-            code = self._process.exitcode
-            self.stop()
-            return f"its process ended (exit status {code})"
-
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")  # a fork would share the parent's CUDA context
-        ours, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, dict(os.environ), current_device()), daemon=True,
-                                        name="kernelgen-tune")
-        self._process.start()
-        theirs.close()
-        self._pipe = ours
-        # The first answer says that everything is imported: that time is no candidate's.
-        if not ours.poll(300) or ours.recv() != "ready":
-            self.stop()
-            raise SettingsError("the process that measures candidates did not start; a script that uses kernelgen.tune() needs "
-                                "if __name__ == '__main__': around what it does")
-
-    def stop(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.join(10)
-        if self._pipe is not None:
-            self._pipe.close()
-        self._process = self._pipe = None
+def _reason(answer: Failed | str) -> str:
+    return answer.reason if isinstance(answer, Failed) else answer
 
 
 def current_device() -> int | None:
@@ -245,48 +242,6 @@ def capturing() -> bool:
     import torch
 
     return torch.cuda.is_current_stream_capturing()
-
-
-def _serve(pipe: Connection, environment: dict[str, str], device: int | None) -> None:
-    """The child: one bench at a time, checked trials kept for the timing."""
-    os.environ.update(environment)
-    if device is not None:
-        import torch
-
-        torch.cuda.set_device(device)
-    bench: tuple[Any, Bench] | None = None
-    pipe.send("ready")
-    while True:
-        try:
-            what, problem, target, indices, given, options = pipe.recv()
-        except EOFError:
-            return
-        try:
-            if bench is None or bench[0] != problem:
-                bench = None  # its tensors first
-                bench = (problem, Bench(problem, target, indices, options.samples))
-            if what == "check":
-                verdict = bench[1].check(given)
-                pipe.send(None if verdict else verdict.reason)
-            else:
-                pipe.send(list(_timed(bench[1], given)))
-        except FAILURES as error:
-            pipe.send(f"failed: {line_of(error)}")
-
-
-def _timed(bench: Bench, trials: list[Trial]) -> Iterator[Outcome]:
-    """A new child has to prepare again what an older one had checked."""
-    ready = []
-    for trial in trials:
-        if bench.ready(trial):
-            ready.append(trial)
-            continue
-        verdict = bench.check(trial)
-        if verdict:
-            ready.append(trial)
-        else:
-            yield Outcome(trial, None, verdict.reason)
-    yield from bench.time(ready)
 
 
 def defaults(op: str, target: Target, report: Report) -> str:

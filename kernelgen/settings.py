@@ -126,6 +126,12 @@ def settings() -> Settings:
     return _current
 
 
+def adopt(given: Settings) -> None:
+    """Take another process's settings, whatever the environment says: in a process that works for it."""
+    global _current
+    _current = given
+
+
 @contextmanager
 def override(**changes: Any) -> Iterator[Settings]:
     """Replace fields for a ``with`` block (tests, prebuild). Not thread-safe: it changes the process's settings."""

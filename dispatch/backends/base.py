@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kernelgen.targets import Target
@@ -39,13 +39,14 @@ class Properties:
         )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Later:
     """In the place of a config: what finds it, with the last word on the verdict. It costs some hundred microseconds, which a choice
-    spends on what it takes alone, and explain on all.
+    spends on what it takes alone, and explain on all. What it finds follows from its candidate's problem and target, so that all are equal:
+    a decision made again, or unpickled, is the same one.
     """
 
-    settle: Callable[[], tuple[Any, Verdict]]
+    settle: Callable[[], tuple[Any, Verdict]] = field(compare=False)
 
 
 class Backend(ABC):

@@ -120,7 +120,7 @@ def _row(spec: KernelSpec, artifact: Artifact, *, built: bool, seconds: float) -
 
 def _adopt(parent: Any) -> None:
     """A new process has the parent's settings, whatever the environment says, and ends with the parent."""
-    settings._current = parent
+    settings.adopt(parent)
     threading.Thread(target=_end_with_parent, name="kernelgen-parent", daemon=True).start()
 
 

@@ -32,7 +32,7 @@ def tune(as_json: bool, **o: Any) -> None:
 
     Each candidate's numbers are checked against the reference first. Exit status 1 if nothing could be measured.
     """
-    from kernelgen.dispatch.tuning import defaults
+    from kernelgen.dispatch.tuning import Tuner, defaults
     from kernelgen.dispatch.tuning import tune as block
 
     given = given_of_model(o)
@@ -46,9 +46,9 @@ def tune(as_json: bool, **o: Any) -> None:
         from kernelgen.dispatch import measured
 
         tuner = measured.tuner
-        assert tuner is not None
         for decision in bar:
-            tuner.measure(decision.problem, decision.target)  # type: ignore[attr-defined]
+            assert isinstance(tuner, Tuner)
+            tuner.measure(decision.problem, decision.target)
             seen += 1
     if o["defaults"]:
         o["defaults"].mkdir(parents=True, exist_ok=True)

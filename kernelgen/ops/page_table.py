@@ -143,6 +143,11 @@ class PageTable:
         copies: dict[str, Any] = {name: t.clone() for name, t in values.items() if isinstance(t, torch.Tensor)}
         return replace(self, **copies)
 
+    def to_meta(self) -> PageTable:
+        """The same table for a cache that has no memory (explain): page numbers on the meta device, lengths where they are."""
+        pages = {name: t.to("meta") for name in ("kv_indices", "block_tables") if (t := getattr(self, name)) is not None}
+        return replace(self, **pages)
+
     def __str__(self) -> str:
         return f"PageTable({self.form}, {self.batch} requests, pages of {self.page_size}, {self.device})"
 

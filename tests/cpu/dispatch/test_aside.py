@@ -104,10 +104,16 @@ def test_what_fails_later_is_raised(library: Callable[..., _Library]) -> None:
 
 @pytest.mark.parametrize("fails", ["prepare", "run"])
 @pytest.mark.parametrize("backend", ["auto", "cublaslt"])
-def test_out_of_memory_is_the_callers(fails: str, backend: str, library: Callable[..., _Library]) -> None:
-    library(fails, torch.OutOfMemoryError("CUDA out of memory"))
-    with pytest.raises(torch.OutOfMemoryError):
+@pytest.mark.parametrize("error", [
+    torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), OSError(12, "Cannot allocate memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
+])
+def test_out_of_memory_is_the_callers(error: Exception, fails: str, backend: str, library: Callable[..., _Library]) -> None:
+    library(fails, error)
+    with pytest.raises(type(error)) as caught:
         kernelgen.gemm(_A, _B, backend=backend)
+    assert caught.value is error
 
 
 def test_a_fault_of_ours_is_not_worked_around(library: Callable[..., _Library], monkeypatch: pytest.MonkeyPatch) -> None:

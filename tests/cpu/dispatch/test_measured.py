@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -141,3 +142,22 @@ def test_defaults_round_trip() -> None:
     here, found = Machine.here(HERE), {"m=1": (_measurement("torch", "", 1.5), _measurement("generated", "x", None))}
     again = Timings.parse(measured.dumps("gemm", here, found), "gemm.json", "shipped")
     assert again.problems == found and again.machine == here and json.loads(measured.dumps("gemm", here, found))["schema"] == 1
+
+
+@pytest.mark.parametrize("spoil", [
+    lambda path: path.write_bytes(b"\xff\xfe\x00 no text"), lambda path: path.write_text("[" * 100_000), lambda path: path.write_text("[]"),
+    lambda path: (path.unlink(), path.symlink_to(path)),
+])
+def test_whatever_lies_in_a_files_place_no_call_fails_for_it(spoil: Callable[[Path], object]) -> None:
+    path = _save(_measurement("torch", "", 20.0))
+    spoil(path)
+    select.forget()
+    decision = kernelgen.explain("gemm", _A, _B)
+    assert decision.decided_by == "rule" and decision.chosen is not None
+
+
+def test_a_folder_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    _save(_measurement("torch", "", 20.0))
+    monkeypatch.setattr(Path, "is_dir", lambda self: (_ for _ in ()).throw(PermissionError(13, "Permission denied", "tuning")))
+    assert kernelgen.explain("gemm", _A, _B).decided_by == "rule"
+    assert "cannot be read" in caplog.text

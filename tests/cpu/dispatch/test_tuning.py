@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-from collections.abc import Iterator
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +18,11 @@ import torch
 from click.testing import CliRunner
 
 import kernelgen
+from kernelgen import settings
 from kernelgen.cli import cli
-from kernelgen.dispatch import measured, operands, select, trials
+from kernelgen.dispatch import measured, operands, select, trials, tuning
+from kernelgen.dispatch.child import Failed
+from kernelgen.dispatch.timings import Timings
 from kernelgen.dispatch.trials import Bench, Outcome, Trial
 from kernelgen.dispatch.tuning import Options, Worker
 from kernelgen.errors import SettingsError
@@ -51,7 +59,7 @@ def test_a_block_measures_what_is_called_in_it() -> None:
 
 
 def test_illegal_options_and_nested_blocks() -> None:
-    for options in ({"samples": 0}, {"configs": True}, {"timeout": -1}, {"timeout": "1"}):
+    for options in ({"samples": 0}, {"configs": True}, {"timeout": -1}, {"timeout": "1"}, {"timeout": float("inf")}):
         with pytest.raises(SettingsError, match="expected"), kernelgen.tune(**options):
             pass
     with kernelgen.tune(), pytest.raises(SettingsError, match="inside of"), kernelgen.tune():
@@ -99,42 +107,173 @@ def test_wrong_numbers_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert verdict or "wrong numbers in out" in verdict.reason
 
 
-def _misbehave(pipe: Any, environment: dict[str, str], device: int | None) -> None:
+def _misbehave(pipe: Any) -> None:
     """A child whose trials do what their kernels are called."""
     import os
     import time
 
+    pipe.recv()
     pipe.send("ready")
     while True:
         try:
-            what, _, _, _, given, _ = pipe.recv()
+            asked = pipe.recv()
         except EOFError:
             return
-        if what == "check":
-            if given.kernel == "hangs":
+        if asked.problem == "too large":
+            pipe.send(Failed("failed: not enough memory"))
+        elif asked.what == "open":
+            pipe.send(None)
+        elif asked.what == "check":
+            kernel = asked.trials[0].kernel
+            if kernel == "hangs":
                 time.sleep(60)
-            if given.kernel == "dies":
+            if kernel == "dies":
                 os._exit(139)
-            pipe.send("wrong numbers in out" if given.kernel == "wrong" else None)
+            pipe.send("wrong numbers in out" if kernel == "wrong" else None)
         else:
-            if any(t.kernel == "hangs when timed" for t in given):
+            if any(t.kernel == "hangs when timed" for t in asked.trials):
                 time.sleep(60)
-            pipe.send([Outcome(t, 1.0) for t in given])
+            pipe.send([Outcome(t, 1.0) for t in asked.trials])
 
 
-def test_hanging_and_dying_candidates_take_nothing_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kernelgen.dispatch.tuning._serve", _misbehave)
-    monkeypatch.setattr(multiprocessing, "get_context", lambda method, get=multiprocessing.get_context: get("fork"))
-    worker = Worker()
+class _Forked:
+    """A forked child in the place of a new interpreter, which would take seconds to import torch."""
+
+    def __init__(self, serve: Callable[[Any], None]) -> None:
+        context = multiprocessing.get_context("fork")
+        self.ours, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.kill = self._process.kill
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("child", timeout or 0.0)
+        return self._process.exitcode
+
+
+def _forked(serve: Callable[[Any], None]) -> tuple[_Forked, Any]:
+    made = _Forked(serve)
+    return made, made.ours
+
+
+def test_hanging_and_dying_candidates_take_nothing_with_them() -> None:
+    worker = Worker(Options(timeout=0.7), lambda: _forked(_misbehave))
     names = ("good", "hangs", "dies", "wrong", "hangs when timed", "good too")
     try:
-        outcomes = {o.trial.kernel: o for o in worker.run(None, HERE, {}, [Trial("x", n, None, True) for n in names], Options(timeout=0.7))}
+        found = worker.run(None, HERE, {}, [Trial("x", n, None, True) for n in names])
+        too_large = worker.run("too large", HERE, {}, [])
     finally:
         worker.stop()
+    assert not isinstance(found, Failed)
+    outcomes = {o.trial.kernel: o for o in found}
     assert outcomes["good"].us == outcomes["good too"].us == 1.0
     assert "longer than 0.7 s" in outcomes["hangs"].note and "longer than 0.7 s" in outcomes["hangs when timed"].note
-    assert "exit status 139" in outcomes["dies"].note and outcomes["wrong"].note == "wrong numbers in out"
+    assert "exit status" in outcomes["dies"].note and "139" in outcomes["dies"].note and outcomes["wrong"].note == "wrong numbers in out"
     assert all(outcomes[n].us is None for n in names if n.startswith(("hangs", "dies", "wrong")))
+    # What no candidate is to blame for is said of the problem.
+    assert isinstance(too_large, Failed) and "its tensors, or what the reference" in too_large.reason and too_large.started
+
+
+class _Scripted(tuning.Worker):
+    """No child: every trial is right and takes a microsecond."""
+
+    def run(self, problem: Any, target: Any, indices: Any, given: list[Trial]) -> list[Outcome] | Failed:
+        return [Outcome(t, float(at + 1)) for at, t in enumerate(given)]
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "Worker", _Scripted)
+
+
+def test_a_script_without_a_main_guard_is_measured() -> None:
+    """From standard input, too, and in a process that may have no children of multiprocessing's."""
+    script = ("import torch, kernelgen, multiprocessing\n"
+              "from kernelgen.dispatch import measured\n"
+              "measured.times, measured.save = lambda *_: ({}, ''), lambda *_: None  # this user's own are left alone\n"
+              "multiprocessing.current_process()._config['daemon'] = True\n"
+              "with kernelgen.tune(samples=1, configs=1) as report:\n"
+              "    kernelgen.silu_and_mul(torch.randn(4, 64))\n"
+              "print('RAN', len(report.tuned), report.tuned[0].best.us > 0)\n")
+    done = subprocess.run([sys.executable, "-"], input=script, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split("\n")[:-1] == ["RAN 1 True"], done.stdout + done.stderr
+
+
+def test_no_child_is_a_word_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = []
+
+    def broken() -> Any:
+        starts.append(1)
+        raise OSError("no processes left")
+
+    monkeypatch.setattr(tuning, "Worker", lambda options: Worker(options, broken))
+    x = torch.randn(4, 64)
+    with kernelgen.tune() as report:
+        kernelgen.silu_and_mul(x)
+        kernelgen.silu_and_mul(torch.randn(9, 64))
+    assert not report.tuned and len(report.left) == 2 and all("no processes left" in reason for reason in report.left.values())
+    assert len(starts) == 1
+
+
+def test_times_that_cannot_be_written_count_in_this_process(scripted: None, monkeypatch: pytest.MonkeyPatch,
+                                                            caplog: pytest.LogCaptureFixture) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Timings, "merge", staticmethod(full))
+    a, b = torch.randn(9, 32), torch.randn(32, 48)
+    with kernelgen.tune() as report:
+        torch.testing.assert_close(kernelgen.gemm(a, b), a @ b)
+    decision = kernelgen.explain("gemm", a, b)
+    assert report.tuned and decision.decided_by == "measurement" and "by this process" in decision.basis
+    assert sum("No space left" in r.getMessage() for r in caplog.records) == 1
+
+
+def test_every_call_that_is_not_measured_is_in_the_report(scripted: None) -> None:
+    q = torch.randn(1, 9, 2, 16)
+    a, b = torch.randn(9, 32), torch.randn(32, 48)
+    with kernelgen.tune() as report:
+        kernelgen.gemm(a, b, backend="torch")
+        kernelgen.attention(q, q, q, variant=kernelgen.variant(lambda score, ctx: score * 2.0, name="twice"))
+        with settings.override(backend="torch"):
+            kernelgen.gemm(a[:4], b)
+        kernelgen.gemm(a[:0], b)  # nothing to compute
+    assert not report.tuned
+    left = list(report.left.values())
+    assert any("extent of 0" in reason for reason in left)
+    assert sum("its backend is named" in reason for reason in left) == 2 and any("variant" in reason for reason in left)
+
+
+def test_threads_measure_one_after_the_other(scripted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe that two threads write to would give each the other's answer."""
+    inside, most = [0], [0]
+
+    def slow(self: Any, problem: Any, target: Any, indices: Any, given: list[Trial]) -> list[Outcome] | Failed:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        time.sleep(0.05)
+        inside[0] -= 1
+        return [Outcome(t, 1.0) for t in given]
+
+    monkeypatch.setattr(_Scripted, "run", slow)
+    b = torch.randn(32, 48)
+    with kernelgen.tune() as report:
+        threads = [threading.Thread(target=lambda m=m: kernelgen.gemm(torch.randn(m, 32), b)) for m in (2, 4, 8, 16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if (child := os.fork()) == 0:  # its child is not this one's to ask
+            kernelgen.gemm(torch.randn(32, 32), b)
+            os._exit(len(report.tuned))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
+    assert len(report.tuned) == 4 and most == [1]
 
 
 def test_command_line(tmp_path: Path) -> None:
