@@ -32,7 +32,7 @@ def put(problem: Any, candidate: Candidate, error: Exception) -> None:
     """Set a candidate aside for the problem, and say it."""
     if out_of_memory(error):
         raise error
-    words = _line(error)
+    words = _line(error) + (" (while a CUDA graph was captured: call it once before)" if _capturing() else "")
     _aside[problem, candidate.backend, candidate.kernel] = f"set aside: it failed at its first use: {words}"
     logger.warning("%s failed for %s and is set aside for it; the next best takes the call: %s", candidate.label, problem, words)
 
@@ -55,6 +55,12 @@ def out_of_memory(error: Exception) -> bool:
         return True
     text = str(error)
     return any(words in text for words in _NO_MEMORY)
+
+
+def _capturing() -> bool:
+    import torch
+
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _line(error: Exception) -> str:

@@ -30,10 +30,15 @@ class Process(Protocol):
 
 @dataclass(frozen=True)
 class Failed:
-    """Why there is no answer. ``started``: False where there is no child either, nor will be."""
+    """Why there is no answer.
+
+    started   False where there is no child either, nor will be
+    absent    it is this machine's state and not the candidate: no prebuilt kernel, no compiler, no folder for it
+    """
 
     reason: str
     started: bool = True
+    absent: bool = False
 
 
 def spawned() -> tuple[Process, Connection]:

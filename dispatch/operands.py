@@ -14,7 +14,7 @@ from kernelgen.dtypes import DTYPES
 from kernelgen.tensors import AttentionTensors, GemmTensors, GroupedGemmTensors, RmsNormTensors, SiluAndMulTensors
 from kernelgen.verdicts import Verdict, first_no, yes
 
-Indices = Mapping[str, torch.Tensor]  # field of the tensors -> its values, on the host
+Indices = Mapping[str, list[int]]  # field of the tensors -> its values: plain, since a tensor is pickled as a file descriptor
 _BLOCK = 128
 _EXTENTS = ("batch", "m", "n", "k", "seq_q", "seq_k", "num_q_heads", "rows", "width")
 
@@ -36,10 +36,10 @@ def can_make(problem: Any) -> Verdict:
     return yes()
 
 
-def index_fields(tensors: Any) -> dict[str, torch.Tensor]:
-    """The integer tensors of a call that decide how long it takes, on the host."""
+def index_fields(tensors: Any) -> dict[str, list[int]]:
+    """The integer tensors of a call that decide how long it takes."""
     named = {name: getattr(tensors, name, None) for name in ("cu_seqlens_q", "cu_seqlens_k", "kv_lens", "ends")}
-    return {name: t.cpu() for name, t in named.items() if t is not None}
+    return {name: t.tolist() for name, t in named.items() if t is not None}
 
 
 def make(problem: Any, device: str, generator: torch.Generator, indices: Indices | None = None) -> Any:
@@ -83,7 +83,7 @@ def _starts(total: int, parts: int) -> list[int]:
     return [total * i // max(parts, 1) for i in range(parts + 1)]
 
 
-def _attention(p: Any, r: _Random, given: dict[str, torch.Tensor]) -> AttentionTensors:
+def _attention(p: Any, r: _Random, given: dict[str, list[int]]) -> AttentionTensors:
     def shape(length: int, heads: int, width: int) -> tuple[int, ...]:
         return (p.batch, length, heads, width) if p.layout == "dense" else (length, heads, width)
 
@@ -145,7 +145,7 @@ def _outputs(p: Any, r: _Random, batch: int, rows: int) -> dict[str, Any]:
     return made
 
 
-def _gemm(p: Any, r: _Random, given: dict[str, torch.Tensor]) -> GemmTensors:
+def _gemm(p: Any, r: _Random, given: dict[str, list[int]]) -> GemmTensors:
     batch_b = p.batch if p.batched_b else 1
     return GemmTensors(
         a=r.ordered(p.batch, p.m, p.k, p.a_dtype, p.a_order), bias=r.normal((p.n,), p.bias_dtype) if p.bias else None,
@@ -153,7 +153,7 @@ def _gemm(p: Any, r: _Random, given: dict[str, torch.Tensor]) -> GemmTensors:
     )
 
 
-def _grouped(p: Any, r: _Random, given: dict[str, torch.Tensor]) -> GroupedGemmTensors:
+def _grouped(p: Any, r: _Random, given: dict[str, list[int]]) -> GroupedGemmTensors:
     total = {"rows": p.m, "masked": p.m, "k": p.k}[p.grouping]
     ends = given.get("ends", [total] * p.batch if p.grouping == "masked" else _starts(total, p.batch)[1:])
     batch_a = p.batch if p.grouping == "masked" else 1
@@ -166,16 +166,16 @@ def _grouped(p: Any, r: _Random, given: dict[str, torch.Tensor]) -> GroupedGemmT
     )
 
 
-def _rmsnorm(p: Any, r: _Random, given: dict[str, torch.Tensor]) -> RmsNormTensors:
+def _rmsnorm(p: Any, r: _Random, given: dict[str, list[int]]) -> RmsNormTensors:
     shape = (p.rows, p.width)
     return RmsNormTensors(r.normal(shape, p.dtype), r.normal((p.width,), p.weight_dtype), r.empty(shape, p.dtype),
                           r.normal(shape, p.dtype) if p.residual else None, 1e-6)
 
 
-def _silu(p: Any, r: _Random, given: dict[str, torch.Tensor]) -> SiluAndMulTensors:
+def _silu(p: Any, r: _Random, given: dict[str, list[int]]) -> SiluAndMulTensors:
     return SiluAndMulTensors(r.normal((p.rows, 2 * p.width), p.dtype), r.empty((p.rows, p.width), p.dtype))
 
 
-_MAKE: dict[str, Callable[[Any, _Random, dict[str, torch.Tensor]], Any]] = {
+_MAKE: dict[str, Callable[[Any, _Random, dict[str, list[int]]], Any]] = {
     "attention": _attention, "gemm": _gemm, "grouped_gemm": _grouped, "rmsnorm": _rmsnorm, "silu_and_mul": _silu,
 }

@@ -72,7 +72,7 @@ def hides_values(problem: Any) -> bool:
     """Does an attention problem hide keys that are in use from some of its rows?"""
     p = problem
     if p.op == "attention":
-        several = p.seq_q > (1 if p.layout == "dense" else p.batch)
+        several = p.seq_q > 1  # of ragged ones, too: they may all be one request's
     elif p.op == "paged_attention":
         several = p.max_seq_q != 1
     else:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from kernelgen import settings
 from kernelgen.dispatch.child import Failed
 from kernelgen.dispatch.operands import Indices
 from kernelgen.dispatch.trials import FAILURES, Bench, Outcome, Trial, line_of
+from kernelgen.errors import ArtifactMissingError, CacheError, ToolchainMissing
 from kernelgen.targets import Target
+
+
+_ABSENT = (ArtifactMissingError, ToolchainMissing, CacheError)
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,7 @@ class Request:
     "open"   make its tensors and the reference's results: answered by None
     "check"  the first of ``trials``: None where its numbers are right, else the reason
     "time"   all of ``trials``: a list of Outcome
+    "close"  give the problem's memory back, which may be what the program's own next call needs: None
     Failed in the place of an answer where it cannot be done.
     """
 
@@ -46,6 +53,8 @@ class Request:
 
 def main(descriptor: int) -> None:
     """Of the new interpreter."""
+    with contextlib.suppress(OSError):  # where memory ends, it is this process that is killed and not the one that tunes
+        Path("/proc/self/oom_score_adj").write_text("500")
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), name="kernelgen-parent", daemon=True).start()
     with contextlib.suppress(BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
         serve(Connection(descriptor))
@@ -73,13 +82,26 @@ def serve(pipe: Connection) -> None:
             asked: Request = pipe.recv()
         except EOFError:
             return
+        if asked.what == "close":
+            bench = None
+            _give_back()
+            pipe.send(None)
+            continue
         try:
             if bench is None or bench[0] != asked.problem:
                 bench = None  # its tensors first
                 bench = (asked.problem, Bench(asked.problem, asked.target, asked.indices, asked.samples))
             pipe.send(_answer(asked, bench[1]))
         except FAILURES as error:
-            pipe.send(Failed(f"failed: {line_of(error)}"))
+            pipe.send(Failed(f"failed: {line_of(error)}", absent=isinstance(error, _ABSENT)))
+
+
+def _give_back() -> None:
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _answer(asked: Request, bench: Bench) -> Any:

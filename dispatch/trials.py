@@ -55,11 +55,12 @@ class Trial:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a trial came to: a time in microseconds, or why it has none."""
+    """What a trial came to: a time in microseconds, or why it has none. ``absent``: its kernel could not be had here."""
 
     trial: Trial
     us: float | None
     note: str = ""
+    absent: bool = False
 
     def measurement(self) -> Measurement:
         t = self.trial
@@ -107,6 +108,8 @@ class Bench:
         """(output, where in it, float64 values) by the oracle."""
         sample = sample_of(self.problem, self.first, self.device)
         wide = {name: torch.empty_like(t, dtype=torch.float64) for name, t in _outputs(sample.tensors).items()}
+        for t in wide.values():
+            poison_(t)  # rows of no group are left as they are by both
         given = sample.tensors._replace(**wide)
         REFERENCE.prepare(sample.problem, self.target, "", None, given)(given)
         return [(name, sample.picks.get(name, ()), values) for name, values in wide.items()]

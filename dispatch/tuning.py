@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -80,7 +80,7 @@ class Report:
 
     def __str__(self) -> str:
         words = [str(t) for t in self.tuned]
-        words += [f"{problem}\n  not measured: {reason}" for problem, reason in self.left.items()]
+        words += [f"{problem}\n  {'' if reason.startswith('its times') else 'not measured: '}{reason}" for problem, reason in self.left.items()]
         return "\n".join(words) or "nothing was measured: no call was made, or all had been measured before (again=True measures anew)"
 
 
@@ -182,7 +182,9 @@ class Tuner:
         outcomes.sort(key=lambda o: (o.us is None, o.us or 0.0))
         found = Tuned(problem, name, tuple(outcomes))
         self.report.tuned.append(found)
-        if found.best is not None:
+        if absent := _absent(outcomes):  # times of who was left would decide from then on
+            self.leave(problem, f"its times are not stored: {absent}")
+        elif found.best is not None:
             measured.save(problem.op, Machine.here(target), {name: best_of(outcomes)})
             select.reconsider_all(problem.op)
         return found
@@ -210,6 +212,11 @@ class Worker:
         opened = ask("open")
         if isinstance(opened, Failed):
             return opened if not opened.started else Failed(f"its tensors, or what the reference makes of them: {opened.reason}")
+        outcomes = self._outcomes(ask, trials)
+        ask("close")
+        return outcomes
+
+    def _outcomes(self, ask: Callable[..., Any], trials: list[Trial]) -> list[Outcome]:
         done: list[Outcome] = []
         right: list[Trial] = []
         for trial in trials:
@@ -217,18 +224,24 @@ class Worker:
             if answer is None:
                 right.append(trial)
             else:
-                done.append(Outcome(trial, None, _reason(answer)))
+                done.append(_failed(trial, answer))
         answer = ask("time", *right) if right else []
         if not isinstance(answer, Failed):
             return [*done, *answer]
         for trial in right:  # one of them cannot be timed beside the others: alone, it is found
             answer = ask("time", trial)
-            done.append(Outcome(trial, None, answer.reason) if isinstance(answer, Failed) else answer[0])
+            done.append(_failed(trial, answer) if isinstance(answer, Failed) else answer[0])
         return done
 
 
-def _reason(answer: Failed | str) -> str:
-    return answer.reason if isinstance(answer, Failed) else answer
+def _failed(trial: Trial, answer: Failed | str) -> Outcome:
+    return Outcome(trial, None, answer.reason, answer.absent) if isinstance(answer, Failed) else Outcome(trial, None, answer)
+
+
+def _absent(outcomes: Iterable[Outcome]) -> str:
+    """A kernel of which no config could be had here, and why; "" where there is none."""
+    there = {(o.trial.backend, o.trial.kernel) for o in outcomes if not o.absent}
+    return next((f"{o.trial.backend} {o.trial.kernel} {o.note}" for o in outcomes if (o.trial.backend, o.trial.kernel) not in there), "")
 
 
 def current_device() -> int | None:

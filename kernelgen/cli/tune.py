@@ -11,6 +11,7 @@ import click
 
 from kernelgen.cli.options import number
 from kernelgen.cli.prebuild import MODEL_OPTIONS, given_of_model
+from kernelgen.errors import SettingsError
 
 _FILE = click.Path(path_type=Path)
 
@@ -38,7 +39,15 @@ def tune(as_json: bool, **o: Any) -> None:
     given = given_of_model(o)
     if not (o["model"] or o["manifest"] or o["specs"]):
         raise click.UsageError("got none of --model, --manifest and --spec, expected at least one", click.get_current_context())
-    decisions = [d for d in _decisions(o, given) if not o["ops"] or d.problem.op in o["ops"]]
+    found = list(_decisions(o, given))
+    decisions = [d for d in found if not o["ops"] or d.problem.op in o["ops"]]
+    if unknown := sorted(set(o["ops"]) - (ops := {d.problem.op for d in found})):
+        raise SettingsError(f"--op: got {', '.join(unknown)}, expected ops of the calls: {', '.join(sorted(ops))}")
+    if o["defaults"]:  # before minutes are spent on what could not be written
+        try:
+            o["defaults"].mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SettingsError(f"--defaults: {o['defaults']} cannot be made ({error.strerror}); expected a folder to write to") from error
     options = {name: o[name] for name in ("configs", "samples") if o[name] is not None}
     seen = 0
     with block(**options, timeout=o["timeout"], again=o["again"]) as report, \
@@ -51,7 +60,6 @@ def tune(as_json: bool, **o: Any) -> None:
             tuner.measure(decision.problem, decision.target)
             seen += 1
     if o["defaults"]:
-        o["defaults"].mkdir(parents=True, exist_ok=True)
         for op in sorted({t.problem.op for t in report.tuned}):
             target = next(d.target for d in decisions if d.problem.op == op)
             (o["defaults"] / f"{op}.json").write_text(defaults(op, target, report))

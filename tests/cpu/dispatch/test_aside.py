@@ -185,6 +185,14 @@ def test_nan_of_hidden_values_keeps_auto_away(hides: bool, kwargs: dict[str, Any
         assert finite.chosen is not None and finite.chosen.backend == "flash_attn_4"
 
 
+def test_ragged_rows_may_all_be_one_requests(leaky: None) -> None:
+    """As many rows as requests are no decode: lengths of 2 and 0 hide a key from the first row."""
+    kwargs = {"cu_seqlens_q": torch.tensor([0, 2, 2], dtype=torch.int32), "cu_seqlens_k": torch.tensor([0, 4, 9], dtype=torch.int32)}
+    q, k = torch.randn(2, 2, 16), torch.randn(9, 2, 16)
+    decision = kernelgen.explain("attention_varlen", q, k, k, causal=True, **kwargs)
+    assert decision.chosen is not None and decision.chosen.backend == "generated"
+
+
 def test_a_decode_hides_nothing_and_the_oracle_is_no_rival(leaky: None) -> None:
     q, k = torch.randn(1, 1, 2, 16), torch.randn(1, 9, 2, 16)
     decode = kernelgen.explain("attention", q, k, k, causal=True)

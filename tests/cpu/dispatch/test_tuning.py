@@ -47,7 +47,8 @@ def test_a_block_measures_what_is_called_in_it() -> None:
         kernelgen.gemm(a[:8], b)
         kernelgen.gemm(torch.randn(10, 32), b)  # the bucket of the first
         kernelgen.attention(q, q, q, mask=torch.ones(9, 9, dtype=torch.bool))
-    assert [t.problem.m for t in report.tuned] == [9, 8]
+        kernelgen.grouped_gemm(a, b.expand(3, -1, -1), torch.tensor([0, 4, 9], dtype=torch.int32))  # with the ends that it has
+    assert [(t.problem.op, t.problem.m) for t in report.tuned] == [("gemm", 9), ("gemm", 8), ("grouped_gemm", 9)], report
     assert any("masks are not measured" in reason for reason in report.left.values())
     assert "us  " in str(report) and "generated gemm/gemm_cpu" in str(report)
     decision = kernelgen.explain("gemm", a, b)
@@ -80,6 +81,19 @@ def test_operands_are_such_that_candidates_are_right(line: str) -> None:
     found = trials.trials_of(problem, HERE, select.candidates_of(problem, HERE), 1)
     assert found
     for trial in found:
+        assert bench.check(trial), trial.name
+
+
+@pytest.mark.parametrize("line, ends", [
+    ("grouped_gemm --mnk 10,32,48 --groups 3 --dtype fp32", [2, 2, 7]),
+    ("grouped_gemm_masked --mnk 8,32,48 --groups 3 --dtype fp32", [0, 8, 3]),
+])
+def test_rows_of_no_group_are_no_fault(line: str, ends: list[int]) -> None:
+    from kernelgen.aot.plan import call_decision
+
+    problem = call_decision(line, HERE).problem
+    bench = Bench(problem, HERE, {"ends": ends}, samples=1)
+    for trial in trials.trials_of(problem, HERE, select.candidates_of(problem, HERE), 1):
         assert bench.check(trial), trial.name
 
 
@@ -121,7 +135,7 @@ def _misbehave(pipe: Any) -> None:
             return
         if asked.problem == "too large":
             pipe.send(Failed("failed: not enough memory"))
-        elif asked.what == "open":
+        elif asked.what in ("open", "close"):
             pipe.send(None)
         elif asked.what == "check":
             kernel = asked.trials[0].kernel
@@ -235,6 +249,19 @@ def test_times_that_cannot_be_written_count_in_this_process(scripted: None, monk
     assert sum("No space left" in r.getMessage() for r in caplog.records) == 1
 
 
+def test_times_without_our_kernels_are_not_stored(scripted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """KERNELGEN_JIT=0 and nothing prebuilt: torch's time alone would decide for ever."""
+    def run(self: Any, problem: Any, target: Any, indices: Any, given: list[Trial]) -> list[Outcome] | Failed:
+        return [Outcome(t, None, "failed: not prebuilt", absent=True) if t.backend == "generated" else Outcome(t, 1.0) for t in given]
+
+    monkeypatch.setattr(_Scripted, "run", run)
+    a, b = torch.randn(9, 32), torch.randn(32, 48)
+    with kernelgen.tune() as report:
+        kernelgen.gemm(a, b)
+    assert report.tuned and "its times are not stored: generated gemm/gemm_cpu failed: not prebuilt" in str(report)
+    assert kernelgen.explain("gemm", a, b).decided_by == "rule"
+
+
 def test_every_call_that_is_not_measured_is_in_the_report(scripted: None) -> None:
     q = torch.randn(1, 9, 2, 16)
     a, b = torch.randn(9, 32), torch.randn(32, 48)
@@ -285,5 +312,9 @@ def test_command_line(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "data" / "gemm.json").read_text())["op"] == "gemm"
     nothing = CliRunner().invoke(cli, ["tune"])
     assert nothing.exit_code == 2 and "--model, --manifest and --spec" in nothing.output
+    typo = CliRunner().invoke(cli, [*call, "--op", "gemmm"])
+    assert isinstance(typo.exception, SettingsError) and "gemmm, expected ops of the calls: gemm" in str(typo.exception)
+    nowhere = CliRunner().invoke(cli, [*call, "--defaults", "/proc/nowhere"])
+    assert isinstance(nowhere.exception, SettingsError) and "cannot be made" in str(nowhere.exception)
     left = CliRunner().invoke(cli, ["tune", "--spec", "quantize_fp8 --x 4,64"])
     assert left.exit_code == 1 and "cannot be measured" in left.output
