@@ -20,6 +20,8 @@ from kernelgen.verdicts import no
 
 logger = logging.getLogger("kernelgen")
 
+_NOT_TAKEN = "not taken by auto (KERNELGEN_ASSUME_FINITE=1 allows it)"
+_ALL_THERE_IS = "may let a NaN or inf of a hidden key through, but beside the oracle nothing else runs this"
 _MEMO_LIMIT = 8192  # problems; a server with ever-changing lengths must not grow without bound
 _memo: dict[tuple[Any, Target, str, bool], Decision] = {}
 _said: set[str] = set()
@@ -83,10 +85,12 @@ def hides_values(problem: Any) -> bool:
 class Rows:
     """The candidates of a problem, backend by backend, each asked when it may matter: a choice costs what it looks at."""
 
-    def __init__(self, problem: Any, target: Target, live: bool, extra: tuple[Candidate, ...] = (), *, strict: bool = False) -> None:
-        """``strict``: candidates that do not hide NaN of hidden values are only taken where nothing else is there."""
+    def __init__(self, problem: Any, target: Target, live: bool, extra: tuple[Candidate, ...] = (), *, strict: bool = False,
+                 leaky: str = "") -> None:
+        """``strict``: candidates that do not hide NaN of hidden values are not taken. ``leaky``: what is noted of them where they are."""
         self.problem, self.target, self.live, self._extra = problem, target, live, extra
         self.strict = strict and hides_values(problem)
+        self._leaky = _NOT_TAKEN if self.strict else leaky
         self._hides = hides_values(problem)
         self.times, self.basis = measured.times(problem, target, live)
         self._found: dict[str, list[Candidate]] = {}
@@ -110,8 +114,8 @@ class Rows:
             if verdict and live and (reason := aside.reason(p, adapter.name, kernel)):
                 verdict = no(reason)
             note = rule.note
-            if self.strict and not promised.hides_nonfinite:
-                note = f"not taken by auto (KERNELGEN_ASSUME_FINITE=1 allows it); {note}"
+            if self._leaky and not promised.hides_nonfinite:
+                note = f"{self._leaky}; {note}"
             yield Candidate(adapter.name, kernel, config, verdict, rule.score, note, promised, rule.general)
 
     def eligible(self, c: Candidate) -> bool:
@@ -152,7 +156,7 @@ def _choose(problem: Any, target: Target, backend: str, live: bool) -> Decision:
     own = () if backend in PLANNED else (backend,)
     chosen, decided_by = _best(rows, tuple(backends()) if backend == "auto" else own)
     if rows.strict and (chosen is None or chosen.backend == "reference"):
-        rows.strict = False  # the oracle is no way to run a program
+        rows = Rows(problem, target, live, leaky=_ALL_THERE_IS)  # the oracle is no way to run a program
         chosen, decided_by = _best(rows, tuple(backends()))
     if backend != "auto":
         decided_by = "call" if chosen else ""

@@ -20,7 +20,6 @@ from kernelgen.dispatch.trials import FAILURES, Bench, Outcome, Trial, line_of
 from kernelgen.errors import ArtifactMissingError, CacheError, ToolchainMissing
 from kernelgen.targets import Target
 
-
 _ABSENT = (ArtifactMissingError, ToolchainMissing, CacheError)
 
 

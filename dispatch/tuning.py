@@ -80,7 +80,8 @@ class Report:
 
     def __str__(self) -> str:
         words = [str(t) for t in self.tuned]
-        words += [f"{problem}\n  {'' if reason.startswith('its times') else 'not measured: '}{reason}" for problem, reason in self.left.items()]
+        words += [f"{problem}\n  {'' if reason.startswith('its times') else 'not measured: '}{reason}"
+                  for problem, reason in self.left.items()]
         return "\n".join(words) or "nothing was measured: no call was made, or all had been measured before (again=True measures anew)"
 
 

@@ -30,6 +30,7 @@ import torch  # noqa: E402
 import kernelgen  # noqa: E402
 from kernelgen.bench import machine as machines  # noqa: E402
 from kernelgen.dispatch import cost, fitting, measured, select  # noqa: E402
+from kernelgen.dispatch.child import Failed  # noqa: E402
 from kernelgen.dispatch.timings import Machine, Measurement  # noqa: E402
 from kernelgen.dispatch.trials import trials_of  # noqa: E402
 from kernelgen.dispatch.tuning import Options, Worker  # noqa: E402
@@ -117,7 +118,7 @@ def cases() -> tuple[Case, ...]:
 
 def measure(todo: list[Case], target: Target, options: Options, without: tuple[str, ...], budget: float) -> Iterator[dict[str, Any]]:
     """A row for each case: every candidate's time, and what auto would have taken before it was measured."""
-    worker, start = Worker(), time.perf_counter()
+    worker, start = Worker(options), time.perf_counter()
     try:
         for case in todo:
             if time.perf_counter() - start > budget:
@@ -126,7 +127,10 @@ def measure(todo: list[Case], target: Target, options: Options, without: tuple[s
             rows = select.candidates_of(problem, target)
             trials = [t for t in trials_of(problem, target, rows, 1) if t.backend not in without]
             chosen = select.choose(problem, target).chosen
-            outcomes = worker.run(problem, target, {}, trials, options)
+            outcomes = worker.run(problem, target, {}, trials)
+            if isinstance(outcomes, Failed):
+                print(f"{problem}: {outcomes.reason}", file=sys.stderr, flush=True)
+                continue
             row = {
                 "problem": str(problem), "held_out": case.held_out, "chosen_before": chosen.label if chosen else "",
                 "times": {f"{o.trial.backend} {o.trial.kernel}".strip(): round(o.us, 3) for o in outcomes if o.us is not None},

@@ -200,6 +200,7 @@ def test_a_decode_hides_nothing_and_the_oracle_is_no_rival(leaky: None) -> None:
     k64 = k.double()  # no generated kernel of a GPU takes it: what lets NaN through is better than float64 in torch operators
     decision = kernelgen.explain("attention", k64, k64, k64, causal=True, target="sm_90a")
     assert decision.chosen is not None and decision.chosen.backend == "flash_attn_4"
+    assert decision.chosen.note.startswith("may let a NaN") and "not taken by auto" not in str(decision)
     grad = q.clone().requires_grad_()
     with_gradient = kernelgen.explain("attention", grad, k, k, causal=True)
     assert with_gradient.chosen is not None and with_gradient.chosen.properties.backward
