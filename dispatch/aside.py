@@ -33,16 +33,21 @@ def put(problem: Any, candidate: Candidate, error: Exception) -> None:
     if out_of_memory(error):
         raise error
     words = _line(error) + (" (while a CUDA graph was captured: call it once before)" if _capturing() else "")
-    _aside[problem, candidate.backend, candidate.kernel] = f"set aside: it failed at its first use: {words}"
-    logger.warning("%s failed for %s and is set aside for it; the next best takes the call: %s", candidate.label, problem, words)
+    key = (problem, candidate.backend, candidate.kernel)
+    if key not in _aside:
+        logger.warning("%s failed for %s and is set aside for it; the next best takes its place: %s", candidate.label, problem, words)
+    _aside[key] = f"set aside: it failed at its first use: {words}"
 
 
-def backend_error(candidate: Candidate, problem: Any, error: Exception) -> Exception:
-    """What the caller of a named backend gets."""
+def backend_error(candidate: Candidate, problem: Any, error: Exception, planned: bool = False) -> Exception:
+    """What the caller of a named backend gets, or of a plan for which "auto" chose it."""
     if out_of_memory(error):
         return error
-    return BackendError(f"backend {candidate.backend!r} ({candidate.label}) was asked for and failed for {problem}: {_line(error)}; "
-                        "its own error is the cause of this one. backend='auto' would take another", backend=candidate.backend)
+    asked, advice = ("was asked for and", "backend='auto' would take another")
+    if planned:
+        asked, advice = "was chosen for the plan, is bound to it and", "make a new plan: another takes it, since this one is set aside"
+    return BackendError(f"backend {candidate.backend!r} ({candidate.label}) {asked} failed for {problem}: {_line(error)}; its own error "
+                        f"is the cause of this one. {advice}", backend=candidate.backend)
 
 
 # What libraries write where they got no memory: CUDA, cuDNN and cuBLAS, torch on a CPU, the operating system (whose words stand last).

@@ -229,12 +229,14 @@ def no_backend_error(decision: Decision, backend: str) -> NoBackendError:
     return NoBackendError("\n".join([f"{asked} can run {decision.problem} on {decision.target}", *rows, advice]))
 
 
-def prepare(problem: Any, target: Target, backend: str, tensors: Any) -> tuple[Decision, Callable[[Any], Any]]:
+def prepare(problem: Any, target: Target, backend: str, tensors: Any, planned: Any = None) -> tuple[Decision, Callable[[Any], Any]]:
     """Choose and bind. Raises NoBackendError (table of reasons), BackendError where a named backend fails, CompileError,
     ToolchainMissing, ArtifactMissingError.
 
     Under "auto" a wrapped library that fails here or in its first call is reported once and set aside for the problem, and the next
-    best takes the call; explain then says so. Inside ``kernelgen.tune()`` the candidates are measured first.
+    best takes the call; explain then says so. ``planned``: the problem for which "auto" chose ``backend`` when a plan was made, which is
+    bound to it: then its failure is an error, and the next plan gets another. Inside ``kernelgen.tune()`` the candidates are measured
+    first.
     """
     auto = backend == "auto" and settings().backend == "auto"
     if measured.tuner is not None:
@@ -252,20 +254,27 @@ def prepare(problem: Any, target: Target, backend: str, tensors: Any) -> tuple[D
     if chosen.backend not in aside.WRAPPED:
         return decision, backends()[chosen.backend].prepare(problem, target, chosen.kernel, chosen.config, tensors)
 
-    def again(failed: Exception) -> Callable[[Any], Any]:
+    def set_aside(failed: Exception) -> None:
+        """Raises where no other may take the call."""
+        if planned is not None:
+            from kernelgen.ops.memo import forget_calls
+
+            aside.put(planned, chosen, failed)
+            reconsider(planned)
+            forget_calls()  # plans' decisions are remembered, too
         if not auto:
-            raise aside.backend_error(chosen, problem, failed) from failed
+            raise aside.backend_error(chosen, problem, failed, planned is not None) from failed
         aside.put(problem, chosen, failed)
         reconsider(problem)
+
+    def again(failed: Exception) -> Callable[[Any], Any]:
+        set_aside(failed)
         return prepare(problem, target, backend, tensors)[1]
 
     try:
         run = backends()[chosen.backend].prepare(problem, target, chosen.kernel, chosen.config, tensors)
     except aside.FAILURES as error:
-        if not auto:
-            raise aside.backend_error(chosen, problem, error) from error
-        aside.put(problem, chosen, error)
-        reconsider(problem)
+        set_aside(error)
         return prepare(problem, target, backend, tensors)
     return decision, aside.FirstUse(run, again)
 

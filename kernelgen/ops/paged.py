@@ -443,7 +443,9 @@ def bind_run(plan: Any, problem: PagedAttentionProblem, first: PagedTensors) -> 
     # The plan's own target: on a CPU the number of threads, which may have changed since, decides how a batch is cut.
     # and its own backend: what "auto" would take now may have been measured since, for another cut.
     chosen = plan.decision.chosen
-    decision, run = prepare(problem, plan.decision.target, plan.backend if chosen is None else chosen.backend, first)
+    auto = plan.backend == "auto" and settings().backend == "auto"
+    decision, run = prepare(problem, plan.decision.target, plan.backend if chosen is None else chosen.backend, first,
+                            planned=plan.problem if auto else None)
     planned, needed = plan._state.shape.division, division_of(decision)
     if needed is not None and needed != planned:
         raise KernelgenError(f"{decision.chosen} cuts a batch by {needed}, the plan was cut by {planned}: please report {problem}")

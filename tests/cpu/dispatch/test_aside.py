@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import kernelgen
+import kernelgen.ops.memo
 from kernelgen import settings
 from kernelgen.dispatch import rules, select
 from kernelgen.dispatch.backends import backends
@@ -191,6 +192,36 @@ def test_ragged_rows_may_all_be_one_requests(leaky: None) -> None:
     q, k = torch.randn(2, 2, 16), torch.randn(9, 2, 16)
     decision = kernelgen.explain("attention_varlen", q, k, k, causal=True, **kwargs)
     assert decision.chosen is not None and decision.chosen.backend == "generated"
+
+
+@pytest.mark.parametrize("fails", ["prepare", "run"])
+def test_a_plan_fails_and_the_next_takes_another(fails: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    made = _Library(fails, RuntimeError("no execution plan"))
+    made.name = "flash_attn_4"
+    monkeypatch.setattr("kernelgen.dispatch.backends._loaded", backends() | {"flash_attn_4": made})
+    monkeypatch.setattr(rules, "RULES", (rules.Rule("paged_attention", "flash_attn_4", 99, "for this test"), *rules.RULES))
+    select.forget()
+    kernelgen.ops.memo.forget_calls()
+    table = kernelgen.PageTable.contiguous(torch.tensor([5, 9], dtype=torch.int32), 16)
+
+    def plan(backend: str = "auto") -> Any:
+        return kernelgen.plan_attention(table, num_q_heads=2, num_kv_heads=2, head_dim=16, q_lens=[1, 1], q_dtype=torch.float32,
+                                        backend=backend)
+
+    q, cache = torch.randn(2, 2, 16), torch.randn(2, 2, 16, 2, 16)
+    named = plan("flash_attn_4")
+    with pytest.raises(BackendError, match="was asked for and failed"):
+        named.run(q, cache)
+    first = plan()
+    for _ in range(2):
+        with pytest.raises(BackendError, match="chosen for the plan.*no execution plan.*make a new plan"):
+            first.run(q, cache)
+    second = plan()
+    assert second.run(q, cache).isfinite().all() and second.decision.chosen.backend == "generated"
+    assert sum("set aside" in r.getMessage() for r in caplog.records) == 1
+    monkeypatch.undo()
+    select.forget()
+    kernelgen.ops.memo.forget_calls()
 
 
 def test_a_decode_hides_nothing_and_the_oracle_is_no_rival(leaky: None) -> None:
