@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import zlib
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.resources import files
@@ -50,10 +49,15 @@ class RenderError(KernelgenError):
 def _packed() -> dict[str, str]:
     """Path under templates/ -> text in an installed wheel, which holds them as one file (setup.py); nothing in a checkout."""
     try:
-        data = files("kernelgen").joinpath("templates.json.zlib").read_bytes()
+        data = files("kernelgen").joinpath("templates.json.bz2").read_bytes()
     except FileNotFoundError:
         return {}
-    return dict(json.loads(zlib.decompress(data)))
+    try:
+        import bz2
+    except ImportError as error:  # a Python that was built without it
+        raise RenderError("this Python has no module bz2, with which the wheel's templates are packed; install a Python that has it, or "
+                          "kernelgen from a checkout (pip install -e)") from error
+    return dict(json.loads(bz2.decompress(data)))
 
 
 @cache

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-os.environ.setdefault("KERNELGEN_CACHE_DIR", str(ROOT / "build" / "test-cache"))
+if not os.environ.get("KERNELGEN_CACHE_DIR"):  # an empty one counts as unset
+    os.environ["KERNELGEN_CACHE_DIR"] = str(ROOT / "build" / "test-cache")
 # Read when torch loads: its idle OpenMP threads would spin on the cores that the other worker's tests need.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 

@@ -176,9 +176,11 @@ def judge_orders(judge: Callable[[Sequence[torch.Tensor]], T], exact: Sequence[t
     return judge(worst)
 
 
-def other_order(size: int, index: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """A permutation of a dimension that is summed over."""
-    return torch.randperm(size, generator=torch.Generator().manual_seed(index)).to(device)
+def other_order(size: int, index: int, device: torch.device | str = "cpu", block: int = 0) -> torch.Tensor:
+    """A permutation of a dimension that is summed over; with ``block`` within every so many, which have scales of their own."""
+    generator, step = torch.Generator().manual_seed(index), block or max(size, 1)
+    parts = [first + torch.randperm(min(step, size - first), generator=generator) for first in range(0, size, step)]
+    return torch.cat(parts or [torch.empty(0, dtype=torch.int64)]).to(device)
 
 
 def reordered(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:

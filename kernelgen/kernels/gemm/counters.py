@@ -24,7 +24,7 @@ def provide(device: int) -> None:
     where = torch.device("cuda", device)
     if device in _spare or capturing(where):
         return
-    memory = lasting(torch.zeros(_PAIRS * _WORDS, dtype=torch.int32), where, "grouped_gemm's counters")
+    memory = lasting(torch.zeros(_PAIRS * _WORDS, dtype=torch.int32, device="cpu"), where, "grouped_gemm's counters")
     first, size = memory.data_ptr(), _WORDS * memory.element_size()
     with _taking:
         _spare.setdefault(device, (memory, [first + i * size for i in range(_PAIRS)]))
