@@ -22,6 +22,7 @@ logger = logging.getLogger("kernelgen")
 
 _NOT_TAKEN = "not taken by auto (KERNELGEN_ASSUME_FINITE=1 allows it)"
 _ALL_THERE_IS = "may let a NaN or inf of a hidden key through, but beside the oracle nothing else runs this"
+_WITH_GRADIENT = "may let a NaN or inf of a hidden key through, as all do that have a backward, but the oracle"
 _MEMO_LIMIT = 8192  # problems; a server with ever-changing lengths must not grow without bound
 _memo: dict[tuple[Any, Target, str, bool], Decision] = {}
 _said: set[str] = set()
@@ -151,8 +152,10 @@ def _choose(problem: Any, target: Target, backend: str, live: bool) -> Decision:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise NoBackendError(f"got backend={backend!r}, expected 'auto' or one of {', '.join(names)}{hint}")
     planned = Candidate(backend, "", None, no("this release has no adapter for it"), 0.0, "")
-    strict = backend == "auto" and not settings().assume_finite and not getattr(problem, "requires_grad", False)
-    rows = Rows(problem, target, live, (planned,) if backend in PLANNED else (), strict=strict)
+    grad = bool(getattr(problem, "requires_grad", False))
+    careful = backend == "auto" and not settings().assume_finite
+    rows = Rows(problem, target, live, (planned,) if backend in PLANNED else (), strict=careful and not grad,
+                leaky=_WITH_GRADIENT if careful and grad else "")
     own = () if backend in PLANNED else (backend,)
     chosen, decided_by = _best(rows, tuple(backends()) if backend == "auto" else own)
     if rows.strict and (chosen is None or chosen.backend == "reference"):

@@ -124,9 +124,9 @@ def test_a_command_describes_the_problem_of_the_live_call(arguments: str, fresh_
 
     seen = []
 
-    def recording(problem: Any, *given: Any) -> Any:
+    def recording(problem: Any, *given: Any, **named: Any) -> Any:
         seen.append(problem)
-        return prepare(problem, *given)
+        return prepare(problem, *given, **named)
 
     for name in ("paged", "append", "rope", "merge"):
         monkeypatch.setattr(import_module(f"kernelgen.ops.{name}"), "prepare", recording)

@@ -235,3 +235,5 @@ def test_a_decode_hides_nothing_and_the_oracle_is_no_rival(leaky: None) -> None:
     grad = q.clone().requires_grad_()
     with_gradient = kernelgen.explain("attention", grad, k, k, causal=True)
     assert with_gradient.chosen is not None and with_gradient.chosen.properties.backward
+    several = torch.randn(1, 6, 2, 16, requires_grad=True)
+    assert "may let a NaN" in kernelgen.explain("attention", several, several, several, causal=True).chosen.note  # type: ignore[union-attr]
