@@ -194,7 +194,7 @@ def _read(op: str, target: Target, live: bool) -> list[Timings]:
 def _own(op: str, target: Target) -> Timings | None:
     """What was measured here, if anything was."""
     table = _written(op, target)
-    kept = next((found for (name, machine), found in _unwritten.items() if name == op and machine == Machine.here(target)), None)
+    kept = next((found for (name, machine), found in list(_unwritten.items()) if name == op and machine == Machine.here(target)), None)
     if kept is None:
         return table
     return Timings(op, Machine.here(target), {**(table.problems if table else {}), **kept}, "measured here, by this process")

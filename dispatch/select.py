@@ -24,7 +24,7 @@ _NOT_TAKEN = "not taken by auto (KERNELGEN_ASSUME_FINITE=1 allows it)"
 _ALL_THERE_IS = "may let a NaN or inf of a hidden key through, but beside the oracle nothing else runs this"
 _WITH_GRADIENT = "may let a NaN or inf of a hidden key through, as all do that have a backward, but the oracle"
 _MEMO_LIMIT = 8192  # problems; a server with ever-changing lengths must not grow without bound
-_memo: dict[tuple[Any, Target, str, bool], Decision] = {}
+_memo: dict[tuple[Any, Target, str, bool, str], Decision] = {}
 _said: set[str] = set()
 
 
@@ -42,27 +42,33 @@ def choose(problem: Any, target: Target, backend: str = "auto", *, live: bool = 
     ``live=False``: the target is not this machine, so compilers, drivers and libraries are not asked for.
     Raises NoBackendError for an unknown name. A decision without a choice is returned, not raised: see ``prepare``.
     """
+    named_by = "call"
     if backend == "auto":
-        backend = settings().backend
-    key = (problem, target, backend, live)
+        backend, named_by = settings().backend, "setting"
+    key = (problem, target, backend, live, named_by)
     decision = _memo.get(key)
     if decision is None:
         if len(_memo) >= _MEMO_LIMIT:
             _memo.clear()
-        decision = _memo[key] = _choose(problem, target, backend, live)
+        decision = _memo[key] = _choose(problem, target, backend, live, named_by)
     return decision
 
 
 def reconsider(problem: Any) -> None:
     """Drop what is remembered of a problem, after it was measured or a backend was set aside for it."""
-    for key in [key for key in _memo if key[0] == problem]:
-        del _memo[key]
+    _drop(lambda other: other == problem)
 
 
 def reconsider_all(op: str) -> None:
     """Drop what is remembered of an op: a bucket holds problems of many sizes."""
-    for key in [key for key in _memo if key[0].op == op]:
-        del _memo[key]
+    _drop(lambda other: other.op == op)
+
+
+def _drop(concerned: Callable[[Any], bool]) -> None:
+    """Other threads choose meanwhile: the keys are copied at once, and one that is gone is no fault."""
+    for key in list(_memo):
+        if concerned(key[0]):
+            _memo.pop(key, None)
 
 
 def candidates_of(problem: Any, target: Target, live: bool = True) -> list[Candidate]:
@@ -145,7 +151,7 @@ class Rows:
         return self.known()
 
 
-def _choose(problem: Any, target: Target, backend: str, live: bool) -> Decision:
+def _choose(problem: Any, target: Target, backend: str, live: bool, named_by: str) -> Decision:
     names = (*backends(), *PLANNED)
     if backend not in ("auto", *names):
         near = difflib.get_close_matches(str(backend), names, n=1)
@@ -162,7 +168,7 @@ def _choose(problem: Any, target: Target, backend: str, live: bool) -> Decision:
         rows = Rows(problem, target, live, leaky=_ALL_THERE_IS)  # the oracle is no way to run a program
         chosen, decided_by = _best(rows, tuple(backends()))
     if backend != "auto":
-        decided_by = "call" if chosen else ""
+        decided_by = named_by if chosen else ""
     elif chosen and live and chosen.backend != "generated":
         _say_why_not_generated(problem, chosen, rows.of("generated"))
     return Decision(problem, target, chosen, rows.known(), decided_by=decided_by, basis=rows.basis, every=rows.all)
