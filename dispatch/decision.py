@@ -52,7 +52,8 @@ class Decision:
 
     rows         the candidates that the choice looked at
     every        what finds all of them, with their configs: for explain, which reads ``candidates``
-    decided_by   "measurement", "rule", "model", or who named the backend: "call", "setting" (KERNELGEN_BACKEND); "" where nothing was chosen
+    decided_by   "measurement", "rule", "model", "call" or "setting" (KERNELGEN_BACKEND) where a backend was named; "" where
+                 nothing was chosen
     basis        where the measurements are from, or why those that there are do not count
     artifacts    where nothing is compiled here, what explain found of the chosen kernels in the cache
     """
