@@ -12,7 +12,7 @@ from kernelgen.dispatch import aside, cost, measured, rules
 from kernelgen.dispatch.backends import PLANNED, backends
 from kernelgen.dispatch.backends.base import Backend
 from kernelgen.dispatch.decision import Candidate, Decision
-from kernelgen.errors import NoBackendError
+from kernelgen.errors import NoBackendError, UnknownBackendError
 from kernelgen.guard import check_addresses
 from kernelgen.settings import settings
 from kernelgen.targets import Target
@@ -40,7 +40,7 @@ def choose(problem: Any, target: Target, backend: str = "auto", *, live: bool = 
     """The decision for a problem. ``backend="auto"``: the best supported; a name: that one or nothing.
 
     ``live=False``: the target is not this machine, so compilers, drivers and libraries are not asked for.
-    Raises NoBackendError for an unknown name. A decision without a choice is returned, not raised: see ``prepare``.
+    Raises UnknownBackendError for a name that is none. A decision without a choice is returned, not raised: see ``prepare``.
     """
     named_by = "call"
     if backend == "auto":
@@ -156,7 +156,7 @@ def _choose(problem: Any, target: Target, backend: str, live: bool, named_by: st
     if backend not in ("auto", *names):
         near = difflib.get_close_matches(str(backend), names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise NoBackendError(f"got backend={backend!r}, expected 'auto' or one of {', '.join(names)}{hint}")
+        raise UnknownBackendError(f"got backend={backend!r}, expected 'auto' or one of {', '.join(names)}{hint}")
     planned = Candidate(backend, "", None, no("this release has no adapter for it"), 0.0, "")
     grad = bool(getattr(problem, "requires_grad", False))
     careful = backend == "auto" and not settings().assume_finite

@@ -35,6 +35,10 @@ class NoBackendError(KernelgenError):
     """No backend can run the problem; the message carries the table of reasons."""
 
 
+class UnknownBackendError(NoBackendError, ValueError):
+    """A backend's name is none; the message lists them. A ValueError, as every illegal argument is."""
+
+
 class BackendError(KernelgenError):
     """A backend that the caller named failed in a call that it was expected to run.
 
