@@ -137,7 +137,8 @@ import_module("kernelgen.toolchains.nvrtc").import_bindings()
 __all__ = [
     "ArtifactMissingError", "AttentionFeatures", "AttentionPlan", "BackendError", "CacheError", "CompileError", "DeviceError", "DtypeError",
     "GraphBounds", "KernelgenError", "LaunchError", "LayoutError", "MLAPlan", "MoESort", "NoBackendError", "PackedWeight", "PageTable",
-    "SettingsError", "ShapeError", "Target", "ToolchainMissing", "UnknownBackendError", "VariantError", "alibi_slopes", "append_kv", "append_mla", "attention",
+    "SettingsError", "ShapeError", "Target", "ToolchainMissing", "UnknownBackendError", "VariantError",
+    "alibi_slopes", "append_kv", "append_mla", "attention",
     "attention_varlen", "cascade_attention", "distributed", "explain", "gemm", "grouped_gemm", "grouped_gemm_masked", "merge_states", "moe",
     "moe_permute", "moe_sort", "moe_unpermute", "pack_weight", "plan_attention", "plan_mla", "quantize_fp8", "rmsnorm", "rope",
     "rope_append_kv", "route", "sdpa", "silu_and_mul", "tune", "variant", "variants", "warmup",
