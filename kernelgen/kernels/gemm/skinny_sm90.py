@@ -261,25 +261,26 @@ def _legal_configs(form: GemmProblem, target: Target, tokens: int) -> tuple[list
     return winners, [c for c in dict.fromkeys(_configs(form, tokens)) if c not in winners and legal(form, target, c)]
 
 
-@lru_cache(maxsize=64)
-def _ranked(problem: GemmProblem, target: Target) -> tuple[Config, ...]:
-    """Legal configs, best guess first: winners in front of others, each by cost. Asked for by a rule and by dispatch."""
+def candidates(problem: GemmProblem, target: Target) -> Iterator[Config]:
+    """Legal configs, best guess first: winners in front of others, each by cost. Others are put in order when they are reached."""
+    def in_order(configs: list[Config]) -> list[Config]:
+        return sorted(configs, key=lambda c: _cost(problem, target, c)) if len(configs) > 1 else configs
+
     winners, others = _legal_configs(replace(problem, batch=1, m=1, n=2, k=1), target, _rounded(problem.m))
     if many_products(problem, target) and legal(problem, target, _short_ring(problem)):
         short = _short_ring(problem)
-        return short, *sorted((c for c in winners if c != short), key=lambda c: _cost(problem, target, c))
-    return *sorted(winners, key=lambda c: _cost(problem, target, c)), *sorted(others, key=lambda c: _cost(problem, target, c))
+        yield short
+        yield from in_order([c for c in winners if c != short])
+        return
+    yield from in_order(winners)
+    yield from in_order(others)
 
 
+@lru_cache(maxsize=64)
 def estimate(problem: GemmProblem, target: Target) -> float:
-    """Microseconds that the first candidate is expected to take; infinite where there is none."""
-    ranked = _ranked(problem, target)
-    return _cost(problem, target, ranked[0]) if ranked else math.inf
-
-
-def candidates(problem: GemmProblem, target: Target) -> Iterator[Config]:
-    """Legal configs, best guess first."""
-    yield from _ranked(problem, target)
+    """Microseconds that the first candidate is expected to take; infinite where there is none. Asked for by rules of several kernels."""
+    first = next(candidates(problem, target), None)
+    return _cost(problem, target, first) if first else math.inf
 
 
 def grid(problem: GemmProblem, target: Target) -> Iterator[Config]:
