@@ -69,7 +69,7 @@ def test_a_run_stops_at_its_budget_and_goes_on(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(TOOL, "target_of", lambda device: None)
     monkeypatch.setattr(TOOL, "compile_all", lambda *words: None)
-    monkeypatch.setattr(TOOL.machine, "commit", lambda: ("0" * 40, False))
+    monkeypatch.setattr("kernelgen.bench.machine.commit", lambda: ("0" * 40, False))
     monkeypatch.setattr(TOOL, "measured", lambda part, case, protocol: (row(part, case, 10.0), row(part, case, 9.0, peer=True)))
     monkeypatch.setattr(TOOL, "Results", lambda *a, **k: results.Results(
         *a, **k, machine={"cpu": "x", "cores": 1}, versions=dict.fromkeys(("kernelgen", "python", "torch", "cuda"))))
@@ -80,3 +80,6 @@ def test_a_run_stops_at_its_budget_and_goes_on(tmp_path: Path, monkeypatch: pyte
     assert len(results.read(tmp_path / "x.json").rows) == 10
     with pytest.raises(SystemExit):
         TOOL.main(["nonsense"])
+    with pytest.raises(SystemExit):  # before anything is measured
+        TOOL.main(["--commit", "5c7d618"])
+    assert "expected the 40 hex digits" in capsys.readouterr().err

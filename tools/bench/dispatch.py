@@ -29,6 +29,7 @@ import torch  # noqa: E402
 
 import kernelgen  # noqa: E402
 from kernelgen.bench import machine as machines  # noqa: E402
+from kernelgen.bench.options import add_run_options, head  # noqa: E402
 from kernelgen.dispatch import cost, fitting, measured, select  # noqa: E402
 from kernelgen.dispatch.child import Failed  # noqa: E402
 from kernelgen.dispatch.timings import Machine, Measurement  # noqa: E402
@@ -207,16 +208,12 @@ def write_defaults(rows: list[dict[str, Any]], folder: Path, target: Target, her
 
 def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="begin no problem after so long")
-    parser.add_argument("--samples", type=int, default=5)
+    add_run_options(parser, _JSON, samples=5)
     parser.add_argument("--timeout", type=float, default=20.0, help="seconds for one candidate")
     parser.add_argument("--without", nargs="*", default=[], metavar="BACKEND")
     parser.add_argument("--only", default="", help="problems whose words contain this")
-    parser.add_argument("--resume", action="store_true", help="keep the file's rows, and leave out its problems")
     parser.add_argument("--table", action="store_true", help="print the table of the file and stop")
     parser.add_argument("--fit", type=Path, metavar="FOLDER", help="write cost.json and the defaults of the file there, print the table")
-    parser.add_argument("--json", type=Path, default=_JSON)
-    parser.add_argument("--commit", help="to record where git cannot tell (40 hex digits)")
     o = parser.parse_args(words)
     hopper = replace(Target.parse("sm_90a"), sm_count=132)
     if o.table or o.fit:
@@ -230,8 +227,7 @@ def main(words: list[str]) -> int:
     kept = json.loads(o.json.read_text())["rows"] if o.resume and o.json.is_file() else []
     done = {row["problem"] for row in kept}
     todo = [c for c in cases() if o.only in str(c.problem(target)) and str(c.problem(target)) not in done]
-    head = o.commit or machines.commit()[0]
-    data = {"date": machines.now(), "commit": head, "machine": machines.machine(), "versions": machines.versions(),
+    data = {"date": machines.now(), "commit": head(o)[0], "machine": machines.machine(), "versions": machines.versions(),
             "here": vars(Machine.here(target)), "rows": kept}
     options = Options(configs=1, samples=o.samples, timeout=o.timeout, again=True)
     for row in measure(todo, target, options, tuple(o.without), o.budget):

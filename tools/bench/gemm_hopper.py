@@ -26,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 import torch  # noqa: E402
 
-from kernelgen.bench import machine, results  # noqa: E402
+from kernelgen.bench import results  # noqa: E402
+from kernelgen.bench.options import add_build_options, add_run_options, head  # noqa: E402
 from kernelgen.bench.prebuild import prebuild, spec_of  # noqa: E402
 from kernelgen.bench.protocol import Protocol  # noqa: E402
 from kernelgen.bench.results import Results, Row  # noqa: E402
@@ -158,13 +159,8 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(names)} (default: all)")
     parser.add_argument("--lists", nargs="+", choices=tuple(SHAPES), default=list(SHAPES))
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS), help="M of the dense parts")
-    parser.add_argument("--samples", type=int, help="per candidate (default: the protocol's 9)")
-    parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="begin no problem after so long")
-    parser.add_argument("--processes", type=int, help="that compile (default: as many as cores and memory allow)")
-    parser.add_argument("--prebuild-only", action="store_true", help="compile for an H200 and stop; needs no GPU")
-    parser.add_argument("--json", type=Path, default=_JSON)
-    parser.add_argument("--resume", action="store_true", help="keep the file's rows, and leave out its problems")
-    parser.add_argument("--commit", help="to record where git cannot tell")
+    add_build_options(parser)
+    add_run_options(parser, _JSON)
     options = parser.parse_args(words)
     unknown = [part for part in options.parts if part not in names]
     if unknown:
@@ -219,10 +215,10 @@ def main(words: Sequence[str]) -> int:
         sys.exit("torch finds no CUDA device; --prebuild-only compiles without one")
     protocol = Protocol.of("cuda")
     protocol = replace(protocol, samples=options.samples or protocol.samples)
-    head, dirty = (options.commit, None) if options.commit else machine.commit()
+    commit, dirty = head(options)
     kept = results.read(options.json).rows if options.resume and options.json.is_file() else ()
     command = results.command_line(["python", "tools/bench/gemm_hopper.py", *words])
-    done = Results(command, protocol.as_dict(), kept, commit=head, dirty=dirty)
+    done = Results(command, protocol.as_dict(), kept, commit=commit, dirty=dirty)
     skipped = 0
     for part, case in sequence(chosen, kept):
         if time.perf_counter() - start > options.budget:

@@ -22,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 import torch  # noqa: E402
 
-from kernelgen.bench import machine, results  # noqa: E402
+from kernelgen.bench import results  # noqa: E402
+from kernelgen.bench.options import add_run_options, head  # noqa: E402
 from kernelgen.bench.protocol import Protocol  # noqa: E402
 from kernelgen.bench.results import Results, Row  # noqa: E402
 from kernelgen.bench.run import run_case  # noqa: E402
@@ -56,10 +57,7 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 8, 64])
     parser.add_argument("--only", default="", help="cases whose words contain this")
-    parser.add_argument("--samples", type=int, help="per candidate (default: the protocol's 9)")
-    parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="begin no case after so long")
-    parser.add_argument("--json", type=Path, default=_JSON)
-    parser.add_argument("--commit", help="to record where git cannot tell")
+    add_run_options(parser, _JSON, resume=False)
     options = parser.parse_args(words)
     logging.basicConfig(format="%(message)s")
     if not torch.cuda.is_available():
@@ -67,9 +65,9 @@ def main(words: list[str]) -> int:
     protocol = Protocol.of("cuda")
     protocol = replace(protocol, samples=options.samples or protocol.samples)
     cases = [c for c in SUITES["moe"].cuda if isinstance(c, MoeCase) and c.tokens in options.tokens and options.only in str(c)]
-    head, dirty = (options.commit, None) if options.commit else machine.commit()
+    commit, dirty = head(options)
     command = results.command_line(["python", "tools/bench/moe_decode.py", *words])
-    done, start = Results(command, protocol.as_dict(), (), commit=head, dirty=dirty), time.perf_counter()
+    done, start = Results(command, protocol.as_dict(), (), commit=commit, dirty=dirty), time.perf_counter()
     experts: dict[tuple[str, str], tuple[Any, ...]] = {}  # of a model, whatever the tokens
     for case in sorted(cases, key=lambda c: c.tokens):
         if time.perf_counter() - start < options.budget:

@@ -29,7 +29,8 @@ import torch  # noqa: E402
 
 import kernelgen  # noqa: E402
 from kernelgen.aot.specs import specs_of  # noqa: E402
-from kernelgen.bench import machine, results  # noqa: E402
+from kernelgen.bench import results  # noqa: E402
+from kernelgen.bench.options import add_build_options, add_run_options, head  # noqa: E402
 from kernelgen.bench.prebuild import prebuild  # noqa: E402
 from kernelgen.bench.protocol import CudaTimer, Protocol, count_sets, interleave  # noqa: E402
 from kernelgen.bench.results import Results, Row, with_ratios  # noqa: E402
@@ -211,13 +212,8 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--only", default="", help="cases whose words contain this")
-    parser.add_argument("--samples", type=int, help="per candidate (default: the protocol's 9)")
-    parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="begin no case after so long")
-    parser.add_argument("--processes", type=int, help="that compile (default: as many as cores and memory allow)")
-    parser.add_argument("--prebuild-only", action="store_true", help="compile for an H200 and stop; needs no GPU")
-    parser.add_argument("--json", type=Path, default=_JSON)
-    parser.add_argument("--resume", action="store_true", help="keep the file's rows, and leave out its problems")
-    parser.add_argument("--commit", help="to record where git cannot tell")
+    add_build_options(parser)
+    add_run_options(parser, _JSON)
     options = parser.parse_args(words)
     logging.basicConfig(format="%(message)s")
     start = time.perf_counter()
@@ -233,10 +229,10 @@ def main(words: list[str]) -> int:
         sys.exit("torch finds no CUDA device; --prebuild-only compiles without one")
     protocol = Protocol.of("cuda")
     protocol = replace(protocol, samples=options.samples or protocol.samples)
-    head, dirty = (options.commit, None) if options.commit else machine.commit()
+    commit, dirty = head(options)
     kept = results.read(options.json).rows if options.resume and options.json.is_file() else ()
     command = results.command_line(["python", "tools/bench/moe_layer.py", *words])
-    done = Results(command, protocol.as_dict(), kept, commit=head, dirty=dirty)
+    done = Results(command, protocol.as_dict(), kept, commit=commit, dirty=dirty)
     for case in chosen:
         if str(case) in {r.problem for r in kept} or time.perf_counter() - start > options.budget:
             continue

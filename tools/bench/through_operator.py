@@ -10,8 +10,8 @@ a Hopper GPU on the host, to kernels that do nothing.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -86,7 +86,9 @@ def timed(ways: dict[str, Callable[[], Any]], synchronize: Callable[[], Any]) ->
 
 
 def main() -> None:
-    device = sys.argv[1] if len(sys.argv) > 1 else "cuda" if torch.cuda.is_available() else "cpu"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("device", nargs="?", choices=("cuda", "cpu", "idle"), default="cuda" if torch.cuda.is_available() else "cpu")
+    device = parser.parse_args().device
     sync = torch.cuda.synchronize if device == "cuda" else lambda: None
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if device == 'cuda' else device}; microseconds of the host")
     print(f"{'':14}{'direct':>8}{'operator':>10}{'more':>7}{'torch':>8}{'more':>7}{'graph of it':>13}", flush=True)
