@@ -28,8 +28,8 @@ from kernelgen.targets import Target
 from kernelgen.testing.data import poison_
 from kernelgen.verdicts import Verdict, no, yes
 
-# Two kernels of this project, each right by its own tests, differ by up to 3 such units where attention weights are rounded to 16 bits
-# before they are multiplied; 8 leaves room for libraries that round once more (a split's partial results).
+# Reasoned, not measured: rounding attention weights to 16 bits before they are multiplied and the result once is 2 of them, the partial
+# results of a split one more for each side; twice that, as a trial is to find wrong kernels and not to rank right ones.
 ULPS = 8.0
 _LSE_UNIT = 2.0**-13  # an LSE is float32 of scores that were multiplied in 16 bits
 _FAST_SUMS = 2.0**-13  # what the tensor core's own fp8 sums keep, every 32 of K

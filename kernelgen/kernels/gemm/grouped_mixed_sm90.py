@@ -10,6 +10,7 @@ from kernelgen.kernels.base import KernelFamily
 from kernelgen.kernels.gemm.mixed_sm90 import Config, closure, cost, spec_of, supports_mixed
 from kernelgen.kernels.gemm.mixed_sm90 import _configs as configs
 from kernelgen.kernels.gemm.mixed_sm90 import legal as legal
+from kernelgen.kernels.gemm.sm90 import most_tiles
 from kernelgen.problems.gemm import GroupedGemmProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
@@ -57,10 +58,7 @@ def bind(
     """The closure of a repeated call: packs addresses, launches; never looks at the groups' sizes."""
     p, c = problem, config
     tiles_m, tiles_n = -(-p.m // c.block_m), -(-p.n // c.block_n)
-    if p.grouping == "rows":  # each group may begin a tile of its own
-        tiles = (p.m + min(p.batch, p.m) * (c.block_m - 1)) // c.block_m * tiles_n
-    else:
-        tiles = p.batch * tiles_m * tiles_n
+    tiles = most_tiles(p, c.block_m, tiles_n)
     return closure(p, c, kernel, tensors, tiles_m, tiles_n, tiles, 32 if c.tokens % 32 == 0 else 16)
 
 

@@ -18,6 +18,7 @@ from kernelgen.kernels.gemm.requantize import Requantization
 from kernelgen.kernels.gemm.sm90 import (
     BLOCK_RECIPES,
     kind_of_sums,
+    most_tiles,
     promotes,
     quantizes,
     requantized,
@@ -123,10 +124,7 @@ def bind(
     """The closure of a repeated call: packs addresses, launches; never looks at the groups' sizes."""
     p, c = problem, config
     tiles_m, tiles_n = -(-p.m // c.block_m), -(-p.n // c.block_n)
-    if p.grouping == "rows":  # each group may begin a tile of its own
-        tiles = (p.m + min(p.batch, p.m) * (c.block_m - 1)) // c.block_m * tiles_n
-    else:
-        tiles = p.batch * tiles_m * tiles_n
+    tiles = most_tiles(p, c.block_m, tiles_n)
     box_a = c.block_m if p.grouping == "k" else min(c.block_m, _BOX_ROWS)
     quantize, last_group = _requantization(p, kernel.spec.target), p.batch - 1 if p.grouping == "rows" else 0
     return closure(p, c, kernel, tensors, tiles_m, tiles_n, tiles, box_a,

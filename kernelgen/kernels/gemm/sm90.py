@@ -43,6 +43,14 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def most_tiles(problem: GemmProblem, block_m: int, tiles_n: int) -> int:
+    """Tiles that groups can have at most, whatever their sizes: each of rows may begin a tile of its own."""
+    p = problem
+    if getattr(p, "grouping", "") == "rows":
+        return (p.m + min(p.batch, p.m) * (block_m - 1)) // block_m * tiles_n
+    return p.batch * -(-p.m // block_m) * tiles_n
+
+
 def depth(problem: GemmProblem) -> int:
     """Elements of K in 128 bytes."""
     return ROW_BYTES // DTYPES[problem.a_dtype].bytes
