@@ -55,7 +55,7 @@ _MASKED = ((32, 20, 6144, 7168), (32, 20, 7168, 3072), (32, 192, 6144, 7168), (3
            (6, 1024, 7168, 3072))
 # Of DeepSeek-V3's attention: queries to the latent, and the latent's results to values.
 _BATCHED = tuple(BatchedCase(128, m, n, k, order) for n, k, order in ((512, 128, "row"), (128, 512, "col")) for m in (1, 8, 64, 128, 1024))
-_INT4 = tuple(ProductCase("int4", m, 8192, 8192) for m in (1, 2, 4, 8, 16))
+_INT4 = tuple(ProductCase("int4", m, 8192, 8192) for m in (1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096))
 
 
 def _dense(recipe: str, lists: Sequence[str], rows: Sequence[int]) -> list[Case]:
@@ -120,7 +120,7 @@ TARGETS = (
     Target("masked fp8-block", _grouped("masked"), point=1.0),
     Target("masked against padded to 128 rows", lambda c: isinstance(c, tuple), point=1.2),
     Target("batched bf16, MLA's absorbed weights", lambda c: isinstance(c, BatchedCase), mean=1.0),
-    Target("int4 weight, M <= 16", lambda c: isinstance(c, ProductCase) and c.recipe == "int4", most=(1.25, 4.0)),
+    Target("int4 weight, M <= 16", _is("int4", 1, 16), most=(1.25, 4.0)),
 )
 
 
