@@ -67,8 +67,9 @@ def shared_memory(problem: AttentionProblem, config: Config) -> int:
     c = config
     depth, columns = round_up(problem.head_dim, _BOX), round_up(problem.head_dim_v, _BOX)
     queries, out = 64 * 2 * depth, 64 * 2 * columns
-    tiles = c.consumers * (max(queries, out) if c.out_over_query else queries + out) + c.stages * c.block_k * 2 * (depth + columns)
-    barriers = 16 * c.stages * 2 + 8 * c.stages + 16 * c.consumers
+    of_consumer = c.query_stages * max(queries, out) if c.out_over_query else c.query_stages * queries + out
+    tiles = c.consumers * of_consumer + c.stages * c.block_k * 2 * (depth + columns)
+    barriers = 16 * c.stages * 2 + 8 * c.stages + 16 * c.consumers * c.query_stages
     return round_up(round_up(tiles + barriers, 16) + 2 * 16 + 2 * 32 + c.stages * 16, 128)
 
 
@@ -84,7 +85,7 @@ def legal(problem: AttentionProblem, target: Target, config: Config) -> Verdict:
     return first_no(
         (c.consumers in _REGISTERS, f"{c.consumers} consumers: 1 to 3"),
         (c.block_k % 16 == 0 and 16 <= c.block_k <= 256, f"block_k {c.block_k} is not a multiple of 16 up to 256"),
-        (c.stages >= 2, f"{c.stages} stages: at least 2"),
+        (c.stages >= 2 and c.query_stages in (1, 2), f"{c.stages} stages, at least 2; {c.query_stages} of queries, 1 or 2"),
         (registers <= _REGISTERS[c.consumers],
          f"config {c} needs about {registers} registers, a consumer has {_REGISTERS[c.consumers]}"),
         (shared <= target.shared_memory_per_block, f"config {c} needs {shared} bytes of shared memory, {target} has "
@@ -106,7 +107,7 @@ def spec(problem: AttentionProblem, target: Target, config: Config) -> KernelSpe
     tile = mma.Config(c.block_q, c.block_k, 4 * c.consumers, c.stages)
     parameters = mma.options(
         p, tile, ragged=p.layout == "ragged", kv_lens=p.kv_lens, out_element=p.out_dtype, shared_memory=shared_memory(p, c),
-        pingpong=c.pingpong, out_over_query=c.out_over_query,
+        pingpong=c.pingpong, out_over_query=c.out_over_query, query_stages=c.query_stages,
         mma_columns=" ".join(str(n) for n in sorted({c.block_k, round_up(p.head_dim_v, 16)})))
     words = mma.words_of(parameters, tile)[:-len(str(tile).split())]
     return KernelSpec.make(

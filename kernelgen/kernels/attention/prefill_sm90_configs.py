@@ -14,6 +14,7 @@ class Config:
     stages          slots of the rings of keys and of values
     pingpong        consumers take turns in multiplying, so that one's softmax runs under another's products
     out_over_query  results leave through the queries' memory, which then has to wait for them
+    query_stages    2: the next row tile's queries come while this one's are in use, and its first scores are made beside this one's last product
     """
 
     consumers: int
@@ -21,10 +22,11 @@ class Config:
     stages: int = 2
     pingpong: bool = True
     out_over_query: bool = False
+    query_stages: int = 1
 
     def __str__(self) -> str:
         words = f"{self.block_q}x{self.block_k} s{self.stages}"
-        return words + (" turns" if self.pingpong else "") + (" overq" if self.out_over_query else "")
+        return words + (" turns" if self.pingpong else "") + (" overq" if self.out_over_query else "") + (f" q{self.query_stages}" if self.query_stages > 1 else "")
 
     @property
     def block_q(self) -> int:

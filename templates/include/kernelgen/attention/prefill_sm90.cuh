@@ -39,6 +39,7 @@ struct PrefillSm90 : Sm90Shape<Options> {
   using typename Shape::Values;
   using Shape::kBlockK;
   using Shape::kBoxColumns;
+  using Shape::kCarries;
   using Shape::kChecks;
   using Shape::kCheckers;
   using Shape::kConsumers;
@@ -67,8 +68,14 @@ struct PrefillSm90 : Sm90Shape<Options> {
     return {first.first / kBlockK, ceil_div(last.last, kBlockK), {last.first, first.last}};
   }
 
-  __device__ static uint32_t queries_full(uint32_t shared, int group) { return shared + Shape::kQueriesAt + group * 16; }
-  __device__ static uint32_t queries_empty(uint32_t shared, int group) { return shared + Shape::kQueriesAt + group * 16 + 8; }
+  using QueryAt = RingPosition<Options::kQueryStages>;
+  __device__ static uint32_t queries_full(uint32_t shared, int stage, int group) {
+    return shared + Shape::kQueriesAt + (stage * kConsumers + group) * 16;
+  }
+  __device__ static uint32_t queries_empty(uint32_t shared, int stage, int group) { return queries_full(shared, stage, group) + 8; }
+  __device__ static uint32_t query_tile(uint32_t shared, int stage, int group) {
+    return shared + (stage * kConsumers + group) * Shape::kQueryBytes;
+  }
   __device__ static uint32_t checked(uint32_t shared, int stage) { return shared + Shape::kCheckedAt + stage * 8; }
   __device__ static uint32_t flags(uint32_t shared, int stage) { return shared + Shape::kFlagsAt + stage * 16; }
   __device__ static uint32_t key_tile(uint32_t shared, int stage) { return shared + Shape::kKeysAt + stage * Shape::kKeyBytes; }
@@ -89,7 +96,7 @@ struct PrefillSm90 : Sm90Shape<Options> {
     const ValueRing values{shared + Shape::kValueRingAt};
     typename KeyRing::Position k_at;
     typename ValueRing::Position v_at;
-    uint32_t q_parity = 1;  // queries' memory begins empty
+    QueryAt q_at;
     const bool issues = lane_id() == 0;
     Work work;
     for (; dealer.next(p, work); dealer.advance()) {
@@ -118,15 +125,15 @@ struct PrefillSm90 : Sm90Shape<Options> {
       load_keys(span.end - 1);
 #pragma unroll
       for (int group = 0; group < kConsumers; ++group) {
-        barrier_wait(queries_empty(shared, group), q_parity);
+        const uint32_t full = queries_full(shared, q_at.stage, group);
+        barrier_wait(queries_empty(shared, q_at.stage, group), q_at.parity ^ 1);
         if (issues) {
-          barrier_arrive_expect(queries_full(shared, group), Shape::kKeyBoxes * QueryBox::kBytes);
-          load_tile<Shape::kKeyBoxes, QueryBox::kBytes>(
-              shared + group * Shape::kQueryBytes, p.map_q, queries_full(shared, group),
-              work.q_start + work.first_query + group * kMmaRows, work.head_, request);
+          barrier_arrive_expect(full, Shape::kKeyBoxes * QueryBox::kBytes);
+          load_tile<Shape::kKeyBoxes, QueryBox::kBytes>(query_tile(shared, q_at.stage, group), p.map_q, full,
+                                                        work.q_start + work.first_query + group * kMmaRows, work.head_, request);
         }
       }
-      q_parity ^= 1;
+      q_at.advance();
       for (int tile = span.end - 2; tile >= span.begin; --tile) {
         load_keys(tile);
         load_values(tile + 1);
@@ -170,6 +177,26 @@ struct PrefillSm90 : Sm90Shape<Options> {
     }
   }
 
+  // The warp's scores once more, by itself: rows of 16 queries at `queries`.
+  __device__ static void remake_scores(Scores& scores, uint32_t queries, uint32_t keys) {
+    const int lane = lane_id();
+#pragma unroll
+    for (int i = 0; i < Shape::kScoreCount; ++i) scores[i] = 0.0f;
+#pragma unroll 1
+    for (int step = 0; step < Shape::kDepthSteps; ++step) {
+      const int box = step / 4, chunk = step % 4 * 2;
+      uint32_t a[4];
+      ldmatrix_x4(a, queries + box * QueryBox::kBytes + swizzled_chunk(lane % 16, chunk + lane / 16));
+#pragma unroll
+      for (int n = 0; n < kBlockK / 16; ++n) {
+        uint32_t b[4];
+        ldmatrix_x4(b, keys + box * KeyBox::kBytes + swizzled_chunk(16 * n + lane % 8 + lane / 16 * 8, chunk + lane / 8 % 2));
+        mma_m16n8k16<T>(reinterpret_cast<float(&)[4]>(scores[8 * n]), a, b[0], b[1]);
+        mma_m16n8k16<T>(reinterpret_cast<float(&)[4]>(scores[8 * n + 4]), a, b[2], b[3]);
+      }
+    }
+  }
+
   __device__ static void multiply_values(Output& output, const Weights& weights, uint32_t values) {
 #pragma unroll
     for (int step = 0; step < Shape::kKeySteps; ++step) {
@@ -197,8 +224,20 @@ struct PrefillSm90 : Sm90Shape<Options> {
     if constexpr (kPingpong) named_barrier_arrive(kTurn + (group + 1) % kConsumers, 2 * kWarpgroupThreads);
   }
 
-  __device__ static void release_queries(uint32_t shared, int group) {
-    if (lane_id() == 0) barrier_arrive(queries_empty(shared, group));
+  __device__ static void release_queries(uint32_t shared, int stage, int group) {
+    if (lane_id() == 0) barrier_arrive(queries_empty(shared, stage, group));
+  }
+
+  // The next row tile with any key; results of those in front of it that have none are written here.
+  template <class Reader>
+  __device__ static bool next_tile(const Params& p, Reader& tiles, Work& work, Span& span) {
+    while (tiles.next(work)) {
+      span = span_of(p, work);
+      if (span.begin < span.end) return true;
+      DeferredSoftmax<Shape> nothing;
+      store_empty(p, work, nothing);
+    }
+    return false;
   }
 
   __device__ static void consume(const Params& p, uint32_t shared, int group) {
@@ -207,53 +246,91 @@ struct PrefillSm90 : Sm90Shape<Options> {
     const ValueRing values{shared + Shape::kValueRingAt};
     typename KeyRing::Position k_at;
     typename ValueRing::Position v_at;
-    uint32_t q_parity = 0;
-    const uint32_t queries = shared + group * Shape::kQueryBytes;
+    QueryAt q_at;     // of the row tile whose first scores are made
+    int q_stage = 0;  // of the one under way
     const bool edited = p.q_flip != 0 || p.q_keep != 0xffffffffu;
     if (kPingpong && group == kConsumers - 1) named_barrier_arrive(kTurn, 2 * kWarpgroupThreads);  // the first turn is the first consumer's
+    Scores scores;
+    Output output;
+    Weights weights;
     Work work;
     work.warp = warp_id();
-    while (tiles.next(work)) {
-      const Span span = span_of(p, work);
+    Span span;
+
+    const auto wait_queries = [&] {
+      keys.wait_full(k_at);
+      barrier_wait(queries_full(shared, q_at.stage, group), q_at.parity);
+      if (edited) edit_queries(p, query_tile(shared, q_at.stage, group), group);
+    };
+    const auto start_scores = [&](int stage) {
+      multiply_keys(scores, query_tile(shared, stage, group), key_tile(shared, k_at.stage));
+      wgmma_commit();
+    };
+    const auto start_output = [&] {
+      multiply_values(output, weights, value_tile(shared, v_at.stage));
+      wgmma_commit();
+    };
+    const auto end_output = [&] {
+      hold(output);
+      values.release(v_at.stage);
+      v_at.advance();
+    };
+    // Waits for the values of a tile, which are finite where some row must not see them.
+    const auto wait_values = [&](int tile) {
+      values.wait_full(v_at);
+      if constexpr (kChecks) {
+        if (!span.partial(tile)) return;
+        barrier_wait(checked(shared, v_at.stage), v_at.parity);
+        uint32_t found[4];
+        load_chunk(found, flags(shared, v_at.stage));
+        if ((found[0] | found[1] | found[2]) != 0) Tiles::absorb(output, p, work, tile * kBlockK, value_tile(shared, v_at.stage));
+      }
+    };
+
+    if constexpr (kCarries) {
+      if (!next_tile(p, tiles, work, span)) return;
+      wait_queries();
+      wgmma_fence();
+      start_scores(q_at.stage);
+      wgmma_wait<0>();
+    }
+    for (;;) {
+      if constexpr (!kCarries) {
+        if (!next_tile(p, tiles, work, span)) return;
+      }
       DeferredSoftmax<Shape> softmax;
-      Output output;
+      const auto to_logits = [&](int tile) {
+        Rule::apply(reinterpret_cast<typename Shape::Scores&>(scores), p, work, tile * kBlockK, span.partial(tile), 0u);
+      };
+      // Ends what reads the tile's keys, and after the last tile the queries.
+      const auto to_weights = [&](int tile) {
+        const float scale = Rule::softmax_scale(p);
+        hold(scores);
+        to_logits(tile);
+        bool done = false;
+        if (softmax.settled) {
+          done = softmax.step_by_reference(scores, scale);
+          if (!done) {
+            remake_scores(scores, query_tile(shared, q_stage, group) + work.warp % 4 * 16 * kSwizzleRowBytes, key_tile(shared, k_at.stage));
+            to_logits(tile);
+          }
+        }
+        if (!done) softmax.step_by_maximum(scores, scale);
+        keys.release(k_at.stage);
+        k_at.advance();
+        if (!Options::kOutOverQuery && tile == span.begin) release_queries(shared, q_stage, group);
+      };
 #pragma unroll
       for (int i = 0; i < Shape::kOutputCount; ++i) output[i] = 0.0f;
-      if (span.begin >= span.end) {
-        store_empty(p, work, softmax);
-        continue;
-      }
-      Scores scores;
-      Weights weights;
-      const auto to_weights = [&](int tile) {
-        Rule::apply(reinterpret_cast<typename Shape::Scores&>(scores), p, work, tile * kBlockK, span.partial(tile), 0u);
-        softmax.step(scores, Rule::softmax_scale(p));
-      };
-      // Waits for the values of a tile, which are finite where some row must not see them.
-      const auto wait_values = [&](int tile) {
-        values.wait_full(v_at);
-        if constexpr (kChecks) {
-          if (!span.partial(tile)) return;
-          barrier_wait(checked(shared, v_at.stage), v_at.parity);
-          uint32_t found[4];
-          load_chunk(found, flags(shared, v_at.stage));
-          if ((found[0] | found[1] | found[2]) != 0) Tiles::absorb(output, p, work, tile * kBlockK, value_tile(shared, v_at.stage));
-        }
-      };
-
       int tile = span.end - 1;
-      keys.wait_full(k_at);
-      barrier_wait(queries_full(shared, group), q_parity);
-      q_parity ^= 1;
-      if (edited) edit_queries(p, queries, group);
-      wgmma_fence();
-      multiply_keys(scores, queries, key_tile(shared, k_at.stage));
-      wgmma_commit();
-      wgmma_wait<0>();
-      hold(scores);
-      keys.release(k_at.stage);
-      k_at.advance();
-      if (!Options::kOutOverQuery && tile == span.begin) release_queries(shared, group);
+      q_stage = q_at.stage;
+      if constexpr (!kCarries) {
+        wait_queries();
+        wgmma_fence();
+        start_scores(q_stage);
+        wgmma_wait<0>();
+      }
+      q_at.advance();
       to_weights(tile);
       softmax.pack(weights, scores);
 
@@ -263,35 +340,53 @@ struct PrefillSm90 : Sm90Shape<Options> {
         take_turn(group);
         hold(output);
         wgmma_fence();
-        multiply_keys(scores, queries, key_tile(shared, k_at.stage));
-        wgmma_commit();
-        multiply_values(output, weights, value_tile(shared, v_at.stage));
-        wgmma_commit();
+        start_scores(q_stage);
+        start_output();
         give_turn(group);
         wgmma_wait<1>();
-        hold(scores);
-        keys.release(k_at.stage);
-        k_at.advance();
-        if (!Options::kOutOverQuery && tile == span.begin) release_queries(shared, group);
         to_weights(tile);
         wgmma_wait<0>();
-        hold(output);
         hold(scores);
-        values.release(v_at.stage);
-        v_at.advance();
+        end_output();
         softmax.pack(weights, scores);
         softmax.rescale(output);
       }
+
       wait_values(span.begin);
-      hold(output);
-      wgmma_fence();
-      multiply_values(output, weights, value_tile(shared, v_at.stage));
-      wgmma_commit();
-      wgmma_wait<0>();
-      hold(output);
-      values.release(v_at.stage);
-      v_at.advance();
-      store(p, work, output, softmax, shared, group);
+      if constexpr (kCarries) {
+        Work next;
+        Span next_span;
+        next.warp = work.warp;
+        const bool any = next_tile(p, tiles, next, next_span);
+        if (any) {
+          wait_queries();
+          take_turn(group);
+          hold(output);
+          wgmma_fence();
+          start_scores(q_at.stage);
+          start_output();
+          give_turn(group);
+          wgmma_wait<0>();
+        } else {
+          hold(output);
+          wgmma_fence();
+          start_output();
+          wgmma_wait<0>();
+        }
+        hold(scores);
+        end_output();
+        store(p, work, output, softmax, shared, q_stage, group);
+        if (!any) return;
+        work = next;
+        span = next_span;
+      } else {
+        hold(output);
+        wgmma_fence();
+        start_output();
+        wgmma_wait<0>();
+        end_output();
+        store(p, work, output, softmax, shared, q_stage, group);
+      }
     }
   }
 
@@ -324,8 +419,9 @@ struct PrefillSm90 : Sm90Shape<Options> {
   }
 
   // Normalises and rounds the warp's rows, and stores them through shared memory in 16-byte pieces.
-  __device__ static void store(const Params& p, const Work& work, Output& output, DeferredSoftmax<Shape>& softmax, uint32_t shared, int group) {
-    const uint32_t staging = shared + Shape::kOutAt + group * (Options::kOutOverQuery ? Shape::kQueryBytes : Shape::kOutBytes);
+  __device__ static void store(const Params& p, const Work& work, Output& output, DeferredSoftmax<Shape>& softmax, uint32_t shared, int q_stage,
+                               int group) {
+    const uint32_t staging = Options::kOutOverQuery ? query_tile(shared, q_stage, group) : shared + Shape::kOutAt + group * Shape::kOutBytes;
     const int lane = lane_id(), first_row = work.warp % 4 * 16;
     const auto place = [&](int row, int chunk) {
       return staging + chunk / 8 * (kMmaRows * kSwizzleRowBytes) + swizzled_chunk(first_row + row, chunk % 8);
@@ -357,7 +453,7 @@ struct PrefillSm90 : Sm90Shape<Options> {
     if constexpr (Options::kOutOverQuery) {
       tma_store_fence();  // the next queries come behind these accesses
       __syncwarp();
-      release_queries(shared, group);
+      release_queries(shared, q_stage, group);
     } else {
       __syncwarp();  // all lanes have read before the next results are written
     }
@@ -372,9 +468,9 @@ struct PrefillSm90 : Sm90Shape<Options> {
       ValueRing{shared + Shape::kValueRingAt}.init();
       typename Shape::Slots{{shared + Shape::kSlotsAt}}.init();
       for (int stage = 0; stage < kStages; ++stage) barrier_init(checked(shared, stage), max_of(kCheckers, 1));
-      for (int consumer = 0; consumer < kConsumers; ++consumer) {
-        barrier_init(queries_full(shared, consumer), 1);
-        barrier_init(queries_empty(shared, consumer), 4);
+      for (int i = 0; i < Options::kQueryStages * kConsumers; ++i) {
+        barrier_init(queries_full(shared, 0, i), 1);
+        barrier_init(queries_empty(shared, 0, i), 4);
       }
       barrier_init_fence();
     }

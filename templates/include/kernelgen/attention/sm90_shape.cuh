@@ -3,6 +3,7 @@
 // Beside what AttentionShape has (kBlockQ = 64 rows of each consumer, kWarps = 4 of each), `Options` says
 //   kPingpong      consumers take turns in multiplying
 //   kOutOverQuery  results leave through the queries' memory: there is no room for both
+//   kQueryStages   2: the next row tile's queries come while this one's are in use, and its first scores are made beside this one's last product
 #pragma once
 
 #include <kernelgen/attention/mma_shape.cuh>
@@ -23,6 +24,7 @@ struct Sm90Shape : AttentionShape<Options> {
   static constexpr int kMathThreads = kWarpgroupThreads * kConsumers;
   static_assert(Options::kBlockQ == kConsumers * kMmaRows && Base::kWarpRows == 16, "a consumer has 64 rows");
   static constexpr bool kPingpong = Options::kPingpong && kConsumers > 1;
+  static constexpr bool kCarries = Options::kQueryStages > 1;
 
   // Tiles are boxes of 64 columns, one behind the other: rows of 128 bytes. What a box has beyond the tensor's columns is zero.
   static constexpr int kBoxColumns = 64;
@@ -36,8 +38,8 @@ struct Sm90Shape : AttentionShape<Options> {
   static constexpr int kQueryBytes = Options::kOutOverQuery ? max_of(kKeyBoxes * QueryBox::kBytes, kOutBytes) : kKeyBoxes * QueryBox::kBytes;
   static constexpr int kKeyBytes = kKeyBoxes * KeyBox::kBytes;
   static constexpr int kValueBytes = Values::kBytes;
-  static constexpr int kOutAt = Options::kOutOverQuery ? 0 : kConsumers * kQueryBytes;
-  static constexpr int kKeysAt = kConsumers * (kQueryBytes + (Options::kOutOverQuery ? 0 : kOutBytes));
+  static constexpr int kOutAt = Options::kQueryStages * kConsumers * kQueryBytes;
+  static constexpr int kKeysAt = kOutAt + (Options::kOutOverQuery ? 0 : kConsumers * kOutBytes);
   static constexpr int kValuesAt = kKeysAt + kStages * kKeyBytes;
   static constexpr int kBarriersAt = kValuesAt + kStages * kValueBytes;
 
@@ -51,8 +53,8 @@ struct Sm90Shape : AttentionShape<Options> {
   using Slots = RowTileSlots<kReaders>;
   static constexpr int kValueRingAt = kBarriersAt + KeyRing::kBytes;
   static constexpr int kCheckedAt = kValueRingAt + ValueRing::kBytes;  // barriers: a stage has been looked through
-  static constexpr int kQueriesAt = kCheckedAt + kStages * 8;          // barriers: full and empty of each consumer
-  static constexpr int kSlotsAt = round_up(kQueriesAt + 2 * kConsumers * 8, 16);
+  static constexpr int kQueriesAt = kCheckedAt + kStages * 8;          // barriers: full and empty of each consumer and stage
+  static constexpr int kSlotsAt = round_up(kQueriesAt + 2 * Options::kQueryStages * kConsumers * 8, 16);
   static constexpr int kFlagsAt = kSlotsAt + Slots::kBytes;            // of each stage and checking warp: not finite
   static constexpr int kSharedBytes = round_up(kFlagsAt + kStages * 4 * 4, 128);
 
