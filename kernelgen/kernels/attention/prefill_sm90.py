@@ -38,7 +38,7 @@ PARAMS = ParamStruct((
         "seq_q", "seq_k", "batch", "group_size", "num_q_heads", "row_tiles", "tiles", "section", "window_left", "window_right",
         "q_keep", "q_flip")),
     ("logit_scale", "f32"), ("cap_scale", "f32"),
-), tensor_maps=("map_q", "map_k", "map_v"))
+), tensor_maps=("map_q", "map_k", "map_v", "map_out"))
 ENTRY = "attention_prefill_sm90"
 
 _BOX = 64  # columns of a box: 128 bytes
@@ -145,7 +145,8 @@ def bind(problem: AttentionProblem, config: Config, kernel: Any, tensors: Attent
     p, c, t = problem, config, tensors
     device = t.q.device.index or 0
     check_factor(p, t)
-    maps = [head_map(f"map_{name}", name, x, (_BOX, rows)) for name, x, rows in (("q", t.q, 64), ("k", t.k, c.block_k), ("v", t.v, c.block_k))]
+    boxes = [("q", t.q, 64), ("k", t.k, c.block_k), ("v", t.v, c.block_k)] + ([("out", t.out, 64)] if p.layout == "dense" else [])
+    maps = [head_map(f"map_{name}", name, x, (_BOX, rows)) for name, x, rows in boxes]
     blocks = min(_tiles(p, c)[1], target_of(t.q.device).sm_count or 1)
     launch = kernel.prepare(device, grid=(blocks, 1, 1), block=(c.threads, 1, 1), programmatic=True, shared_memory=shared_memory(p, c),
                             tensor_maps=maps)

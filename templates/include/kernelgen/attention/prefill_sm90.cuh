@@ -418,18 +418,24 @@ struct PrefillSm90 : Sm90Shape<Options> {
     }
   }
 
-  // Normalises and rounds the warp's rows, and stores them through shared memory in 16-byte pieces.
+  // Normalises and rounds the warp's rows, and stores them through shared memory: by the copy engine, or, where what follows a request's
+  // last row is another's first, in pieces of 16 bytes.
   __device__ static void store(const Params& p, const Work& work, Output& output, DeferredSoftmax<Shape>& softmax, uint32_t shared, int q_stage,
                                int group) {
     const uint32_t staging = Options::kOutOverQuery ? query_tile(shared, q_stage, group) : shared + Shape::kOutAt + group * Shape::kOutBytes;
     const int lane = lane_id(), first_row = work.warp % 4 * 16;
+    const bool leads = threadIdx.x % kWarpgroupThreads == 0;
     const auto place = [&](int row, int chunk) {
       return staging + chunk / 8 * (kMmaRows * kSwizzleRowBytes) + swizzled_chunk(first_row + row, chunk % 8);
     };
     float factor[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) factor[r] = finish_row(p, work, softmax, r, Rows::row_exists(work, Shape::row_in_block(work.warp, r)));
-    if constexpr (Options::kOutOverQuery) named_barrier_sync(kOfConsumer + group, kWarpgroupThreads);  // no warp multiplies queries any more
+    // No warp multiplies these queries any more, and what was stored before has been read.
+    if constexpr (!Shape::kRagged) {
+      if (!Options::kOutOverQuery && leads) tma_store_wait_read<0>();
+    }
+    if constexpr (!Shape::kRagged || Options::kOutOverQuery) named_barrier_sync(kOfConsumer + group, kWarpgroupThreads);
 #pragma unroll
     for (int n = 0; n < Shape::kOutputCount / 4; n += 2) {
       uint32_t w[4];
@@ -439,23 +445,40 @@ struct PrefillSm90 : Sm90Shape<Options> {
       }
       stmatrix_x4(place(lane % 16, n + lane / 16), w[0], w[1], w[2], w[3]);
     }
-    __syncwarp();  // a warp reads back only the rows that it wrote
-    constexpr int kChunks = Shape::kHeadDimV / 8;
-    const auto out = Rows::output(p, work);
-#pragma unroll 8
-    for (int piece = lane; piece < 16 * kChunks; piece += kWarpSize) {
-      const int row = piece / kChunks, chunk = piece % kChunks;
-      if (!Rows::row_exists(work, work.warp * 16 + row)) break;
-      uint32_t w[4];
-      load_chunk(w, place(row, chunk));
-      store_16_aligned<16>(out(work.warp * 16 + row) + chunk * 8, w);
-    }
-    if constexpr (Options::kOutOverQuery) {
-      tma_store_fence();  // the next queries come behind these accesses
-      __syncwarp();
-      release_queries(shared, q_stage, group);
+    if constexpr (!Shape::kRagged) {
+      tma_store_fence();
+      named_barrier_sync(kOfConsumer + group, kWarpgroupThreads);
+      if (leads) {
+#pragma unroll
+        for (int box = 0; box < Shape::kValueBoxes; ++box) {
+          tma_store(p.map_out, staging + box * (kMmaRows * kSwizzleRowBytes), box * kBoxColumns, work.first_query + group * kMmaRows, work.head_,
+                    work.request);
+        }
+        tma_store_commit();
+        if constexpr (Options::kOutOverQuery) {
+          tma_store_wait_read<0>();
+          barrier_arrive(queries_empty(shared, q_stage, group), 4);
+        }
+      }
     } else {
-      __syncwarp();  // all lanes have read before the next results are written
+      __syncwarp();  // a warp reads back only the rows that it wrote
+      constexpr int kChunks = Shape::kHeadDimV / 8;
+      const auto out = Rows::output(p, work);
+#pragma unroll 8
+      for (int piece = lane; piece < 16 * kChunks; piece += kWarpSize) {
+        const int row = piece / kChunks, chunk = piece % kChunks;
+        if (!Rows::row_exists(work, work.warp * 16 + row)) break;
+        uint32_t w[4];
+        load_chunk(w, place(row, chunk));
+        store_16_aligned<16>(out(work.warp * 16 + row) + chunk * 8, w);
+      }
+      if constexpr (Options::kOutOverQuery) {
+        tma_store_fence();  // the next queries come behind these accesses
+        __syncwarp();
+        release_queries(shared, q_stage, group);
+      } else {
+        __syncwarp();  // all lanes have read before the next results are written
+      }
     }
   }
 
@@ -478,6 +501,7 @@ struct PrefillSm90 : Sm90Shape<Options> {
       tma_prefetch_map(p.map_q);
       tma_prefetch_map(p.map_k);
       tma_prefetch_map(p.map_v);
+      if constexpr (!Shape::kRagged) tma_prefetch_map(p.map_out);
     }
     __syncthreads();
     wait_for_previous_kernel();
@@ -492,6 +516,7 @@ struct PrefillSm90 : Sm90Shape<Options> {
     } else {
       take_registers<Shape::kConsumerRegisters>();
       consume(p, shared, group);
+      if (!Shape::kRagged && threadIdx.x % kWarpgroupThreads == 0) tma_store_wait_read<0>();  // the block's memory stays until then
     }
   }
 };

@@ -8,7 +8,7 @@ namespace kernelgen {
 // Maps have (columns, rows, heads, requests); ragged: one request. Strides are in elements. Ragged tensors have no batch stride (0).
 // Pointers of features that are off are null.
 struct PrefillSm90Params {
-  TensorMap map_q, map_k, map_v;
+  TensorMap map_q, map_k, map_v, map_out;  // map_out: dense
   const void* q;
   const void* k;
   const void* v;

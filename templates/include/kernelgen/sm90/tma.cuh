@@ -52,6 +52,12 @@ __device__ inline void tma_store(const TensorMap& map, uint32_t source, int colu
                : "memory");
 }
 
+__device__ inline void tma_store(const TensorMap& map, uint32_t source, int column, int row, int head, int request) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map), "r"(source), "r"(column),
+               "r"(row), "r"(head), "r"(request)
+               : "memory");
+}
+
 // Orders a thread's writes to shared memory before what the copy engine reads.
 __device__ inline void tma_store_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
