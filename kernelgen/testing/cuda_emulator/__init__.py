@@ -14,7 +14,7 @@ import struct
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def _library(spec: KernelSpec, folder: Path) -> Path:
     text = _rewritten(source.text) + "".join(
         f'\nextern "C" void emulate_{entry}(const unsigned* grid, int cluster, int threads, int lazy, unsigned seed, const void* params)'
         " {\n"
-        f"  emulator::launch(grid, cluster, threads, lazy != 0, seed, [=] {{ {entry}(*static_cast<const {kind}*>(params)); }});\n}}\n"
+        f"  emulator::launch(grid, cluster, threads, lazy, seed, [=] {{ {entry}(*static_cast<const {kind}*>(params)); }});\n}}\n"
         for entry, kind in _ENTRY.findall(source.text))
     own = {str(p.relative_to(_HERE)): p.read_text() for p in sorted(_HERE.rglob("*")) if p.suffix in (".h", ".cuh")}
     headers = {name: _rewritten(content) for name, content in source.includes} | own
@@ -83,14 +83,20 @@ def _with_maps(params: bytes, offsets: dict[str, int], recipes: Sequence[TensorM
     filled = bytearray(params)
     for recipe in recipes:
         address = struct.unpack_from("<Q", params, offsets[recipe.pointer])[0]
-        struct.pack_into("<3Q8i", filled, offsets[recipe.field], address, *recipe.strides, *recipe.dims, *recipe.box,
-                         _SIZES[recipe.data_type], recipe.swizzle)
+        rank = len(recipe.dims)
+        assert address % 16 == 0 and all(stride % 16 == 0 for stride in recipe.strides), recipe
+        struct.pack_into("<4Q11i", filled, offsets[recipe.field], address, *recipe.strides, *[0] * (4 - rank),
+                         *recipe.dims, *[1] * (4 - rank), *recipe.box, *[1] * (4 - rank), rank, _SIZES[recipe.data_type], recipe.swizzle)
     return bytes(filled)
 
 
 @dataclass
 class EmulatedKernel:
-    """What a family's bind() takes for a loaded kernel."""
+    """What a family's bind() takes for a loaded kernel.
+
+    lazy    copies land, products run and stores read only when they are waited for
+    stalls  warps fall behind at random
+    """
 
     spec: KernelSpec
     folder: Path
@@ -98,9 +104,10 @@ class EmulatedKernel:
     seed: int = 1
     name: str = ""
     params: ParamStruct | None = None
+    stalls: bool = False
 
     def entry(self, name: str, params: ParamStruct | None = None) -> EmulatedKernel:
-        return EmulatedKernel(self.spec, self.folder, self.lazy, self.seed, name, params)
+        return replace(self, name=name, params=params)
 
     def prepare(self, device: int, *, grid: tuple[int, int, int], block: tuple[int, int, int],
                 cluster: tuple[int, int, int] = (1, 1, 1), tensor_maps: Sequence[TensorMapRecipe] = (),
@@ -114,6 +121,6 @@ class EmulatedKernel:
             buffer = ctypes.create_string_buffer(_with_maps(params, dict(layout.offsets), tensor_maps), len(params) + 128)
             start = -(-ctypes.addressof(buffer) // 64) * 64
             ctypes.memmove(start, ctypes.addressof(buffer), len(params))
-            function(sizes, cluster[0], block[0], int(self.lazy), self.seed, ctypes.c_void_p(start))
+            function(sizes, cluster[0], block[0], self.lazy + 2 * self.stalls, self.seed, ctypes.c_void_p(start))
 
         return launch

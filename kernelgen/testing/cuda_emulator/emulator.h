@@ -1,6 +1,7 @@
 // Runs the blocks of a CUDA kernel on the CPU, one after another, those of a cluster together. A thread is a fiber; warp, block and
-// cluster collectives are barriers between fibers. Copies by cp.async land either at once or only when waited for, and the order of fibers is
-// shuffled, so that a missing wait or barrier shows.
+// cluster collectives are barriers between fibers. What runs by itself on a GPU (cp.async, the copy engine, products of warpgroups) is
+// done either at once or only when waited for, and the order of fibers is shuffled, so that a missing wait or barrier shows. On request
+// warps stall at random as well, for so long that the others leave them far behind.
 #pragma once
 
 #include <algorithm>
@@ -11,6 +12,7 @@
 #include <cstring>
 #include <functional>
 #include <random>
+#include <unordered_map>
 #include <vector>
 
 namespace emulator {
@@ -31,6 +33,12 @@ struct Fiber {
   bool done = false;
   std::vector<std::vector<Copy>> groups;  // committed and not yet landed
   std::vector<Copy> open;
+  std::vector<std::vector<std::function<void()>>> stores;  // by the copy engine, that have yet to read shared memory
+  std::vector<std::function<void()>> open_stores;
+  int products = 0;               // of its warp, issued so far
+  std::vector<int> product_ends;  // of committed groups that were not waited for
+  const char* waits_for = nullptr;
+  int which = 0;
 };
 struct Barrier {
   int waiting = 0;
@@ -42,11 +50,25 @@ struct WarpSlots {
   uint32_t a[32][4], b[32][2];
 };
 
-inline bool lazy_copies = false;
+// A product of a warpgroup, as one warp takes part in it: registers of its lanes and what they name.
+struct Product {
+  float* sums[32];
+  const uint32_t* rows[32];  // a, where it is in registers
+  uint64_t a, b;
+  bool keep;
+  void (*multiply)(const Product&);
+};
+struct WarpProducts {
+  std::vector<Product> issued;
+  int done = 0;
+};
+
+inline bool lazy_copies = false, stalls = false;
 inline std::mt19937 order(1);
 inline std::vector<Fiber> fibers;
 inline std::vector<Barrier> warp_barriers;
 inline std::vector<WarpSlots> warp_slots;
+inline std::vector<WarpProducts> warp_products;
 constexpr int kMaxCluster = 8, kSharedBytes = 256 * 1024;
 inline Barrier block_barriers[kMaxCluster], cluster_barrier;
 inline Barrier named_barriers[16];  // of the one block that a kernel with them has in a cluster
@@ -55,6 +77,13 @@ struct Box {
   std::function<void()> copy;
 };
 inline std::vector<Box> boxes;  // of the copy engine, that land when their barrier is waited for
+// Lanes of a warp that passed a wait for an mbarrier, and when.
+struct Passed {
+  uint32_t parity = 0, lanes = 0;
+  unsigned round = 0;
+};
+inline std::unordered_map<uint64_t, Passed> passed;  // by warp and barrier
+inline unsigned rounds = 1000;                       // of the scheduler
 inline int block_threads, cluster_blocks;
 inline Fiber* current = nullptr;
 inline void* scheduler_stack_pointer = nullptr;
@@ -94,19 +123,30 @@ inline void release(Barrier& barrier) {
     ++barrier.generation;
   }
 }
-// A thread that has been resumed so often without what it waits for waits for ever.
-inline void yield_or_abort(int& turns, const char* what) {
-  if (++turns > 1000000) std::fprintf(stderr, "emulator: thread %d waits for ever for %s\n", thread(), what), std::abort();
+// A thread that has been resumed so often without what it waits for waits for ever; then it is told what each warp waits for.
+inline void yield_or_abort(int& turns, const char* what, int which) {
+  current->waits_for = what;
+  current->which = which;
+  if (++turns > 1000000) {
+    std::fprintf(stderr, "emulator: thread %d waits for ever; by block and warp wait\n", thread());
+    for (const Fiber& f : fibers) {
+      if (f.waits_for != nullptr && (&f == &fibers[0] || f.thread.x % 32 == 0 || f.waits_for != (&f)[-1].waits_for || f.which != (&f)[-1].which)) {
+        std::fprintf(stderr, "  %d.%u lane %u ..: for %s %d\n", f.rank, f.thread.x / 32, f.thread.x % 32, f.waits_for, f.which);
+      }
+    }
+    std::abort();
+  }
   yield();
+  current->waits_for = nullptr;
 }
-inline void wait(Barrier& barrier) {
+inline void wait(Barrier& barrier, const char* what, int which = 0) {
   const unsigned generation = barrier.generation;
   ++barrier.waiting;
   release(barrier);
-  for (int turns = 0; barrier.generation == generation;) yield_or_abort(turns, "other threads");
+  for (int turns = 0; barrier.generation == generation;) yield_or_abort(turns, what, which);
 }
-inline void warp_wait() { wait(warp_barriers[warp()]); }
-inline void block_wait() { wait(block_barriers[current->rank]); }
+inline void warp_wait() { wait(warp_barriers[warp()], "its warp", warp()); }
+inline void block_wait() { wait(block_barriers[current->rank], "its block", current->rank); }
 
 inline void land(const Copy& copy) {
   std::memset(copy.target, 0, copy.size);
@@ -131,6 +171,40 @@ inline void land_boxes(uint32_t barrier) {
     }
   }
 }
+// Products are issued, and waited for, by whole warps.
+inline void issue(const Product& one, float* sums, const uint32_t* rows) {
+  WarpProducts& own = warp_products[warp()];
+  const int index = current->products++, lane = thread() % 32;
+  if (index == static_cast<int>(own.issued.size())) own.issued.push_back(one);
+  Product& product = own.issued[index];
+  if (product.a != one.a || product.b != one.b || product.keep != one.keep || product.multiply != one.multiply) {
+    std::fprintf(stderr, "emulator: lanes of a warp issue different products\n"), std::abort();
+  }
+  product.sums[lane] = sums;
+  product.rows[lane] = rows;
+}
+inline void finish_products(int end) {
+  WarpProducts& own = warp_products[warp()];
+  warp_wait();
+  for (; own.done < end; ++own.done) own.issued[own.done].multiply(own.issued[own.done]);
+  warp_wait();
+}
+inline void wait_products(int pending) {
+  std::vector<int>& ends = current->product_ends;
+  const int over = static_cast<int>(ends.size()) - pending;
+  if (over <= 0) return;
+  const int end = ends[over - 1];
+  ends.erase(ends.begin(), ends.begin() + over);
+  if (lazy_copies) finish_products(end);
+}
+inline void wait_stores(int pending) {
+  auto& groups = current->stores;
+  while (static_cast<int>(groups.size()) > pending) {
+    for (const auto& store : groups.front()) store();
+    groups.erase(groups.begin());
+  }
+}
+
 inline void commit() {
   current->groups.push_back(std::move(current->open));
   current->open.clear();
@@ -150,6 +224,10 @@ inline void entry() {
       if (!group.empty()) std::fprintf(stderr, "emulator: a thread ended with copies in flight\n"), std::abort();
     }
   }
+  if (!current->stores.empty() || !current->open_stores.empty()) {
+    std::fprintf(stderr, "emulator: a thread ended while its stores read shared memory\n"), std::abort();
+  }
+  if (!current->product_ends.empty()) std::fprintf(stderr, "emulator: a thread ended with products under way\n"), std::abort();
   current->done = true;
   --warp_barriers[warp()].alive;
   --block_barriers[current->rank].alive;
@@ -170,9 +248,11 @@ inline void run_cluster(Dim3 first, int blocks, int threads) {
   if (static_cast<int>(fibers.size()) < all) fibers.resize(all);
   warp_barriers.assign(warps, Barrier{0, 0, 32});
   warp_slots.resize(warps);
+  warp_products.assign(warps, WarpProducts{});
   for (int rank = 0; rank < blocks; ++rank) block_barriers[rank] = Barrier{0, 0, threads};
   cluster_barrier = Barrier{0, 0, all};
   for (Barrier& barrier : named_barriers) barrier = Barrier{};
+  passed.clear();
   std::memset(cluster_shared, 0xff, static_cast<size_t>(blocks) * kSharedBytes);  // NaN in every type
   std::vector<int> queue(all);
   for (int i = 0; i < all; ++i) {
@@ -183,6 +263,11 @@ inline void run_cluster(Dim3 first, int blocks, int threads) {
     f.done = false;
     f.groups.clear();
     f.open.clear();
+    f.stores.clear();
+    f.open_stores.clear();
+    f.products = 0;
+    f.product_ends.clear();
+    f.waits_for = nullptr;
     void** top = reinterpret_cast<void**>(f.stack + kStack - 64);
     *--top = nullptr;                           // return address of entry, never used; keeps the stack aligned
     *--top = reinterpret_cast<void*>(&entry);
@@ -190,9 +275,14 @@ inline void run_cluster(Dim3 first, int blocks, int threads) {
     f.stack_pointer = top;
     queue[i] = i;
   }
+  std::vector<int> asleep(warps, 0);  // rounds that a warp still does not run
   while (!queue.empty()) {
+    ++rounds;
     std::shuffle(queue.begin(), queue.end(), order);
+    if (stalls && order() % 16 == 0) asleep[order() % warps] = order() % 500;
+    for (int& left : asleep) left = std::max(left - 1, 0);
     for (int i : queue) {
+      if (asleep[i / threads * ((threads + 31) / 32) + i % threads / 32] > 0) continue;
       current = &fibers[i];
       block_index = {first.x + current->rank, first.y, first.z};
       dynamic_shared = cluster_shared[current->rank];
@@ -200,11 +290,13 @@ inline void run_cluster(Dim3 first, int blocks, int threads) {
     }
     queue.erase(std::remove_if(queue.begin(), queue.end(), [](int i) { return fibers[i].done; }), queue.end());
   }
+  if (!boxes.empty()) std::fprintf(stderr, "emulator: %zu boxes land in the memory of a block that has ended\n", boxes.size()), std::abort();
 }
 
 template <class F>
-void launch(const unsigned* grid, int cluster, int threads, bool lazy, unsigned seed, F f) {
-  lazy_copies = lazy;
+void launch(const unsigned* grid, int cluster, int threads, int lazy, unsigned seed, F f) {
+  lazy_copies = lazy & 1;
+  stalls = lazy & 2;
   order.seed(seed);
   body = f;
   grid_size = {grid[0], grid[1], grid[2]};
@@ -305,6 +397,7 @@ inline unsigned __ballot_sync(unsigned, bool flag) {
   return all;
 }
 inline bool __any_sync(unsigned mask, bool flag) { return __ballot_sync(mask, flag) != 0; }
+inline bool __all_sync(unsigned mask, bool flag) { return __ballot_sync(mask, flag) == 0xffffffffu; }
 inline int atomicMax(int* target, int value) {
   const int old = *target;
   *target = std::max(old, value);

@@ -12,7 +12,7 @@ inline float4 load_cluster(uint32_t remote) {
   std::memcpy(&x, emulator::cluster_shared[0] + remote, 16);
   return x;
 }
-inline void cluster_sync() { emulator::wait(emulator::cluster_barrier); }
+inline void cluster_sync() { emulator::wait(emulator::cluster_barrier, "its cluster"); }
 
 // What lies in the eight bytes of an mbarrier. Arrivals beyond the count are a fault, as is a wait for a phase that is not the next.
 struct EmulatedBarrier {
@@ -33,25 +33,44 @@ inline void barrier_init(uint32_t barrier, int arrivals) {
   emulated_barrier(barrier) = {static_cast<uint16_t>(arrivals), static_cast<uint16_t>(arrivals), 0, 0};
 }
 inline void barrier_init_fence() {}
-inline void emulated_arrive(uint32_t barrier, int bytes) {
+inline void emulated_arrive(uint32_t barrier, int bytes, int arrivals = 1) {
   EmulatedBarrier& b = emulated_barrier(barrier);
-  if (b.pending == 0) std::fprintf(stderr, "emulator: more arrivals than the barrier counts\n"), std::abort();
+  if (b.pending < arrivals) std::fprintf(stderr, "emulator: more arrivals than the barrier counts\n"), std::abort();
   b.bytes += bytes;
-  --b.pending;
+  b.pending -= arrivals;
   emulated_end_of_phase(b);
 }
 inline void barrier_arrive(uint32_t barrier) { emulated_arrive(barrier, 0); }
+inline void barrier_arrive(uint32_t barrier, int arrivals) { emulated_arrive(barrier, 0, arrivals); }
 inline void barrier_arrive_expect(uint32_t barrier, uint32_t bytes) { emulated_arrive(barrier, static_cast<int>(bytes)); }
-inline void barrier_wait(uint32_t barrier, uint32_t parity) {
+// The lanes of a warp poll together, which a GPU does as long as the compiler keeps them converged: one that comes shortly behind the others
+// passes with them, though what they did since may have ended a further phase.
+inline bool emulated_passes(uint32_t barrier, uint32_t parity) {
+  constexpr unsigned kShortly = 4;  // rounds of the scheduler
   emulator::land_boxes(barrier);
-  for (int turns = 0; emulated_barrier(barrier).parity == (parity & 1);) {
-    emulator::yield_or_abort(turns, "an mbarrier");
-    emulator::land_boxes(barrier);
-  }
+  emulator::Passed& others = emulator::passed[static_cast<uint64_t>(emulator::warp()) << 32 | barrier];
+  const uint32_t lane = 1u << emulator::thread() % 32;
+  const bool follows = others.parity == parity && (others.lanes & lane) == 0 && emulator::rounds - others.round <= kShortly;
+  if (emulated_barrier(barrier).parity == parity && !follows) return false;
+  if (!follows) others = {parity, 0, emulator::rounds};
+  others.lanes |= lane;
+  return true;
 }
-inline void named_barrier_sync(int id, int threads) {
+inline void barrier_wait(uint32_t barrier, uint32_t parity) {
+  for (int turns = 0; !emulated_passes(barrier, parity & 1);) emulator::yield_or_abort(turns, "the mbarrier at", static_cast<int>(barrier));
+}
+inline emulator::Barrier& emulated_named_barrier(int id, int threads) {
   emulator::Barrier& barrier = emulator::named_barriers[id];
+  if (id < 1 || id > 15 || threads % 32 != 0 || (barrier.waiting > 0 && barrier.alive != threads)) {
+    std::fprintf(stderr, "emulator: named barrier %d is joined for %d threads, and was for %d\n", id, threads, barrier.alive), std::abort();
+  }
   barrier.alive = threads;
-  emulator::wait(barrier);
+  return barrier;
+}
+inline void named_barrier_sync(int id, int threads) { emulator::wait(emulated_named_barrier(id, threads), "named barrier", id); }
+inline void named_barrier_arrive(int id, int threads) {
+  emulator::Barrier& barrier = emulated_named_barrier(id, threads);
+  ++barrier.waiting;
+  emulator::release(barrier);
 }
 }  // namespace kernelgen
