@@ -1,0 +1,180 @@
+"""attention/prefill_sm90 without a GPU: everything compiles, kernels keep their resources, products overlap; choices and refusals.
+
+The table beside this file holds registers, spills and shared memory. After a change that moves them on purpose:
+``python tests/cpu/kernels/test_prefill_sm90_compile.py`` writes it anew.
+
+Spills. Three consumers have 160 registers each, D = 256 fills 240: what is live across a row tile, and not used by its keys, lies in local
+memory there, outside of the loop over key tiles (test_the_loop_over_key_tiles). Given masks and alibi take registers for scores one by
+one; with them some configs of the table spill within the loop as well. Nothing else may spill.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kernelgen import build
+from kernelgen.kernels.attention import prefill_sm90
+from kernelgen.kernels.attention.prefill_sm90_configs import TABLE as CONFIGS
+from kernelgen.kernels.attention.prefill_sm90_configs import Config
+from kernelgen.problems.attention import AttentionProblem
+from kernelgen.settings import settings
+from kernelgen.specs import KernelSpec
+from kernelgen.targets import Target
+from kernelgen.testing.planned_cases import RelativeBias, Weights
+from kernelgen.testing.resources import compiled, covered, measured
+
+TABLE = Path(__file__).with_name("ptxas_prefill_sm90.json")
+H200 = replace(Target.parse("sm_90a"), sm_count=132)
+BASE = AttentionProblem("dense", 2, 4096, 4096, 16, 4, 128, 128, "bf16", "bf16", "bf16")
+FAMILY = prefill_sm90.FAMILY
+RARE = re.compile(r"_(alibi|dense|flat|packed)_")  # features that touch scores one by one
+
+
+def _spec(problem: AttentionProblem, config: Config | None = None) -> KernelSpec:
+    return prefill_sm90.spec(problem, H200, config or next(prefill_sm90.candidates(problem, H200)))
+
+
+def tuned_specs() -> list[KernelSpec]:
+    """The first choices of every row of the table."""
+    return [_spec(replace(BASE, head_dim=d, head_dim_v=d, causal=causal)) for d, *_ in CONFIGS for causal in (True, False)]
+
+
+def every_spec() -> list[KernelSpec]:
+    return list(dict.fromkeys([*tuned_specs(), *covered(FAMILY, H200)]))
+
+
+def test_resources() -> None:
+    """No more registers and spilled bytes than committed, the same shared memory, and exactly the kernels of the table."""
+    expected, got = json.loads(TABLE.read_text())["sm_90a"], measured(every_spec())
+    assert sorted(got) == sorted(expected), f"the kernels changed: write {TABLE.name} anew (see the module's docstring)"
+    for name, row in got.items():
+        assert all(row[what] <= expected[name][what] for what in ("registers", "spill_bytes")), (name, row, expected[name])
+        assert row["shared_memory"] == expected[name]["shared_memory"], name
+
+
+def test_what_spills() -> None:
+    """See the module's docstring: by its table, to which test_resources holds the kernels."""
+    for name, row in json.loads(TABLE.read_text())["sm_90a"].items():
+        crowded = "_192x" in name or "_d256_" in name
+        assert row["spill_bytes"] <= (2500 if RARE.search(name) else 300 if crowded else 0), (name, row)
+
+
+def test_products_overlap() -> None:
+    """ptxas says in its log where it takes sums for unfinished and lets a warpgroup wait for each product by itself."""
+    specs = every_spec()
+    compiled(specs)
+    for spec in specs:
+        log = build.build(spec)[0].file("build.log").read_text()
+        assert "Used" in log and "serialized" not in log, (spec.name, log)
+
+
+def _disassembler() -> str | None:
+    home = settings().cuda_home
+    return shutil.which("nvdisasm") or shutil.which("nvdisasm", path=str(home / "bin") if home else "")
+
+
+def _loops(sass: str) -> Iterator[list[str]]:
+    """Instructions from the target of each backward branch up to that, shortest first. What is not a loop is among them: rare blocks lie
+    behind the code that they go back to."""
+    instructions: list[str] = []
+    labels: dict[str, int] = {}
+    found = []
+    for line in sass.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = len(instructions)
+        elif text := re.match(r"\s+/\*[0-9a-f]+\*/\s+(.*?);", line):
+            instructions.append(text[1])
+            target = re.search(r"BRA.*?(\.L_x_\d+)", text[1])
+            if target and target[1] in labels:
+                found.append((labels[target[1]], len(instructions)))
+    return (instructions[first:end] for first, end in sorted(found, key=lambda ends: ends[1] - ends[0]))
+
+
+@pytest.mark.skipif(_disassembler() is None, reason="no nvdisasm in PATH or CUDA_HOME")
+def test_the_loop_over_key_tiles() -> None:
+    """It has all of its products and no access to local memory; boxes come by TMA."""
+    specs = [spec for spec in every_spec() if not RARE.search(spec.name)]
+    compiled(specs)
+    for spec in specs:
+        cubin = next(path for path in build.build(spec)[0].path.iterdir() if path.suffix == ".cubin")
+        sass = subprocess.run([str(_disassembler()), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
+        values = dict(spec.parameters)
+        products = -(-int(values["head_dim"]) // 16) + int(values["block_k"]) // 16
+        loop = next((loop for loop in _loops(sass) if sum("HGMMA" in i for i in loop) == products), [])
+        assert any("MUFU.EX2" in i for i in loop), f"{spec.name}: no loop with {products} products and a softmax"
+        assert not any(re.search(r"\b(LDL|STL)", i) for i in loop), spec.name
+        assert any("UTMALDG" in i for loop in _loops(sass) for i in loop), spec.name
+
+
+def test_every_head_dim_has_a_config() -> None:
+    dims = [(d, d) for d in range(8, 257, 8)] + [(192, 128), (8, 256), (256, 8), (64, 256), (128, 64)]
+    for d, dv in dims:
+        for causal in (False, True):
+            problem = replace(BASE, head_dim=d, head_dim_v=dv, causal=causal)
+            assert prefill_sm90.supports(problem, H200)
+            assert next(prefill_sm90.candidates(problem, H200), None) is not None, f"no config for head dims {d}/{dv}"
+
+
+def test_one_spec_for_all_lengths_batches_and_head_counts() -> None:
+    """What varies from call to call must not compile anew."""
+    config = Config(2, 128)
+    spec = _spec(BASE, config)
+    for change in ({"batch": 3}, {"seq_q": 77}, {"seq_k": 99}, {"num_q_heads": 64}, {"num_kv_heads": 1}, {"batch": 70000}):
+        assert _spec(replace(BASE, **change), config) == spec  # type: ignore[arg-type]
+    right = _spec(replace(BASE, causal=True), config)
+    assert _spec(replace(BASE, window=(None, 5)), config) == right != spec
+
+
+def test_specs_have_names_of_their_own() -> None:
+    """Each feature and each field of a config is a specialisation of its own."""
+    config = Config(2, 64)
+    changes: list[dict[str, Any]] = [{}, {"causal": True}, {"window": (5, None)}, {"alibi": True}, {"sinks": True}, {"mask": "dense"},
+                                     {"soft_cap": True}, {"kv_lens": True}, {"return_lse": True}, {"layout": "ragged"},
+                                     {"variant": RelativeBias()}, {"head_dim": 96}, {"head_dim_v": 96},
+                                     {"q_dtype": "fp16", "kv_dtype": "fp16", "out_dtype": "fp16"}]
+    specs = [_spec(replace(BASE, **change), config) for change in changes]
+    specs += [_spec(BASE, c) for c in (Config(1, 64), Config(2, 80), replace(config, stages=3), replace(config, pingpong=False),
+                                       replace(config, out_over_query=True), replace(config, query_stages=2))]
+    assert len({spec.name for spec in specs}) == len(set(specs)) == len(specs)
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"q_dtype": "e4m3", "kv_dtype": "e4m3", "out_dtype": "bf16"}, "e4m3/e4m3"), ({"kv_dtype": "fp16"}, "bf16/fp16"),
+    ({"q_dtype": "fp32", "kv_dtype": "fp32", "out_dtype": "fp32"}, "fp32"), ({"out_dtype": "fp16"}, "out dtype fp16"),
+    ({"alignment": 8}, "alignment 8"), ({"head_dim": 264}, "264/128"), ({"head_dim_v": 264}, "128/264"), ({"head_dim": 65}, "65"),
+    ({"scales": "head"}, "scales"), ({"variant": Weights()}, "variant weights"), ({"variant": "mine"}, "variant mine"),
+    ({"block_mask": True}, "block_mask"), ({"requires_grad": True}, "requires_grad"), ({"num_q_heads": 30}, "30 query heads"),
+    ({"seq_k": 2**30}, str(2**30)),
+], ids=str)
+def test_refusals_name_the_value(change: dict[str, Any], words: str) -> None:
+    verdict = prefill_sm90.supports(replace(BASE, **change), H200)
+    assert not verdict and words in verdict.reason, verdict
+
+
+@pytest.mark.parametrize("arch", ("sm_80", "sm_100", "sm_120"))
+def test_other_chips_are_refused(arch: str) -> None:
+    verdict = prefill_sm90.supports(BASE, Target.parse(arch))
+    assert not verdict and arch in verdict.reason and FAMILY.capabilities == (90,)
+
+
+@pytest.mark.parametrize("config, words", [
+    (Config(2, 72), "block_k 72"), (Config(2, 272), "block_k 272"), (Config(2, 64, 1), "1 stages"),
+    (Config(2, 64, query_stages=3), "3 of queries"), (Config(3, 128), "registers, a consumer has 160"),
+    (Config(2, 128, 4), "bytes of shared memory"),
+], ids=str)
+def test_illegal_configs_say_why(config: Config, words: str) -> None:
+    verdict = prefill_sm90.legal(BASE, H200, config)
+    assert not verdict and words in verdict.reason, verdict
+
+
+if __name__ == "__main__":
+    TABLE.write_text(json.dumps({"sm_90a": measured(every_spec())}, indent=1) + "\n")
