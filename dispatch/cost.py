@@ -28,6 +28,7 @@ class Work:
     bytes   that are read and written once
     rows, columns, count   extents of the products' outputs, for tiles: ``count`` of (rows, columns)
     width   bytes of an element that is multiplied: 1 runs at twice the peak of 2
+    uneven  rows of an operand of a product do not begin at lines of 128 bytes
     """
 
     flops: float
@@ -36,21 +37,27 @@ class Work:
     columns: int
     count: int
     width: float
+    uneven: bool = False
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Of one candidate: microseconds of a launch, shares of the peaks, and the tile whose waves count (0: none)."""
+    """Of one candidate: microseconds of a launch, shares of the peaks, and the tile whose waves count (0: none).
+
+    uneven  what is left of both shares where rows begin off lines of 128 bytes: a row of 128 bytes in a tile is then two lines of the L2
+    """
 
     launch: float
     bandwidth: float
     peak: float
     tile_rows: int = 0
     tile_columns: int = 0
+    uneven: float = 1.0
 
     def us(self, work: Work, machine: Machine) -> float:
-        moved = work.bytes / (machine.bandwidth * self.bandwidth)
-        peak = machine.flops_16 * (2 if work.width <= 1 else 1) * self.peak
+        left = self.uneven if work.uneven else 1.0
+        moved = work.bytes / (machine.bandwidth * self.bandwidth * left)
+        peak = machine.flops_16 * (2 if work.width <= 1 else 1) * self.peak * left
         return self.launch + max(moved, work.flops / (peak * self._filled(work, machine.sm_count)))
 
     def _filled(self, work: Work, sms: int) -> float:
@@ -80,6 +87,15 @@ def work_of(problem: Any) -> Work | None:
 
 def _bytes(dtype: str) -> float:
     return DTYPES[dtype].bytes if dtype in DTYPES else 0.53  # packed: four bits and their scales
+
+
+LINE = 128  # bytes of a line of the L2, and of the rows that the copy engine brings at a time
+
+
+def uneven(p: Any) -> bool:
+    """Do rows of an operand of a product begin off lines, as far as its extents say it?"""
+    a, b = (p.k if p.a_order == "row" else p.m) * _bytes(p.a_dtype), (p.k if p.b_order == "col" else p.n) * _bytes(p.b_dtype)
+    return bool((a % LINE and p.m > 1) or (p.b_dtype in DTYPES and b % LINE))
 
 
 def _attention(p: Any) -> Work:
@@ -121,19 +137,19 @@ def _seen(queries: int, keys: int, causal: bool, window: tuple[int | None, int |
 def _gemm(p: Any) -> Work:
     b_batch = p.batch if p.batched_b else 1
     size = p.batch * p.m * (p.k * _bytes(p.a_dtype) + p.outputs * _bytes(p.out_dtype)) + b_batch * p.n * p.k * _bytes(p.b_dtype)
-    return Work(2.0 * p.batch * p.m * p.n * p.k, size, p.m, p.n, p.batch, max(_bytes(p.a_dtype), _bytes(p.b_dtype)))
+    return Work(2.0 * p.batch * p.m * p.n * p.k, size, p.m, p.n, p.batch, max(_bytes(p.a_dtype), _bytes(p.b_dtype)), uneven(p))
 
 
 def _grouped(p: Any) -> Work:
     weights = p.batch * p.n * p.k * _bytes(p.b_dtype)
     if p.grouping == "rows":
         size = p.m * (p.k * _bytes(p.a_dtype) + p.outputs * _bytes(p.out_dtype)) + weights
-        return Work(2.0 * p.m * p.n * p.k, size, -(-p.m // max(p.batch, 1)), p.n, p.batch, _bytes(p.a_dtype))
+        return Work(2.0 * p.m * p.n * p.k, size, -(-p.m // max(p.batch, 1)), p.n, p.batch, _bytes(p.a_dtype), uneven(p))
     if p.grouping == "masked":
         size = p.batch * p.m * (p.k * _bytes(p.a_dtype) + p.outputs * _bytes(p.out_dtype)) + weights
-        return Work(2.0 * p.batch * p.m * p.n * p.k, size, p.m, p.n, p.batch, _bytes(p.a_dtype))
+        return Work(2.0 * p.batch * p.m * p.n * p.k, size, p.m, p.n, p.batch, _bytes(p.a_dtype), uneven(p))
     size = p.k * (p.m * _bytes(p.a_dtype) + p.n * _bytes(p.b_dtype)) + p.batch * p.m * p.n * _bytes(p.out_dtype)
-    return Work(2.0 * p.m * p.n * p.k, size, p.m, p.n, p.batch, _bytes(p.a_dtype))
+    return Work(2.0 * p.m * p.n * p.k, size, p.m, p.n, p.batch, _bytes(p.a_dtype), uneven(p))
 
 
 def _rows(p: Any) -> Work:

@@ -45,6 +45,7 @@ def forget() -> None:
     """Read the files again, and drop what could not be written."""
     _tables.clear()
     _unwritten.clear()
+    _shipped.cache_clear()
 
 
 def rounded(n: int) -> int:
@@ -57,14 +58,18 @@ def bucket(problem: Any) -> str | None:
     if getattr(problem, "variant", None) is not None:
         return None
     words = []
-    for f in fields(problem):
-        value = getattr(problem, f.name)
-        if f.default is not MISSING and value == f.default:
+    for name, default, rounds in _fields(type(problem)):  # type: ignore[arg-type]  # mypy has no hash for type[Any]
+        value = getattr(problem, name)
+        if default is not MISSING and value == default:
             continue
-        if f.name in _ROUNDED and isinstance(value, int):
-            value = rounded(value)
-        words.append(f"{f.name}={value}")
+        words.append(f"{name}={rounded(value) if rounds and isinstance(value, int) else value}")
     return " ".join(words)
+
+
+@cache
+def _fields(kind: type) -> tuple[tuple[str, Any, bool], ...]:
+    """(name, default, whether it is rounded) of a problem's fields."""
+    return tuple((f.name, f.default, f.name in _ROUNDED) for f in fields(kind))
 
 
 def times(problem: Any, target: Target, live: bool) -> tuple[dict[tuple[str, str], Measurement], str]:

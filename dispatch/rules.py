@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from kernelgen.dispatch import cost
 from kernelgen.targets import Target
 
 
@@ -30,12 +31,12 @@ class Rule:
     general: bool = False
     fits: Callable[[Any, Target], bool] = lambda problem, target: True
 
-    def matches(self, backend: str, kernel: str, problem: Any, target: Target) -> bool:
-        return (
-            self.op in ("", problem.op) and self.backend == backend and self.kernel in ("", kernel)
-            and self.target_kind in ("", target.kind) and (not self.capability or target.capability in self.capability)
-            and self.when(problem) and self.fits(problem, target)
-        )
+    def concerns(self, op: str, kind: str, capability: int) -> bool:
+        """May it speak of such a problem on such a target?"""
+        return self.op in ("", op) and self.target_kind in ("", kind) and (not self.capability or capability in self.capability)
+
+    def names(self, backend: str, kernel: str) -> bool:
+        return self.backend == backend and self.kernel in ("", kernel)
 
 
 # Rows of a up to which skinny_sm90 is the better Hopper product whatever the estimate of the other says, which knows tiles and not how
@@ -47,6 +48,9 @@ class Rule:
 # estimates decide (64 rows: fp8 up to 1.3 x as fast as skinny_sm90, 16 bits 1.0 - 1.11; 32 rows of fp8: slower but for 24576 columns;
 # tools/bench/results/tried/h200_tune_few_rows.json).
 FEW_ROWS, FEW_COLUMNS, FEW_ROWS_OF_MANY, FEW_ROWS_OF_FP8, FEW_ROWS_OF_HALVES = 64, 4096, 32, 32, 48
+# Columns of b from which more of 16 bits are dense_sm90's in any case: 64 and 128 rows of 6144, 8192, 24576 columns 0.84 - 0.99 x the time
+# of skinny_sm90's best (h200_tune_skinny.json, h200_tune_few_rows.json there), which the estimates do not know: 96 rows took 1.3 x.
+WIDE_COLUMNS = 6144
 # Rows from which dense tiles, which can share K too, were the better product for few columns as well (192 - 512 rows of 576 and
 # 2112 columns: 0.5 - 1.05 of the time of skinny_sm90's best; fp8, 256 and 512 rows: 0.76 - 0.9; H200, 2026-11-30,
 # tools/bench/results/tried/h200_tune_dense.json, h200_tune_few_rows.json).
@@ -61,6 +65,30 @@ def _nothing_masked(p: Any) -> bool:
 def _cudnn_attention(p: Any) -> bool:
     """What cuDNN was measured for: 16-bit inputs (it has no others in torch) and its three head dims."""
     return _nothing_masked(p) and p.q_dtype == p.kv_dtype in ("bf16", "fp16") and p.head_dim == p.head_dim_v in (64, 128, 256)
+
+
+def _measured_attention(p: Any) -> bool:
+    """The calls for which libraries were measured beside each other: dense and ragged 16-bit ones without gradient."""
+    return p.q_dtype == p.kv_dtype and p.q_dtype in ("bf16", "fp16") and 64 <= p.head_dim == p.head_dim_v <= 256 and not p.requires_grad
+
+
+# Where FlashAttention-4 and cuDNN's graphs were the faster ones (H200, 2026-11-30, bf16, tools/bench/results/h200_dispatch.json).
+#
+# FA4_QUERIES      queries from which FlashAttention-4 was ahead of ours: 128 took 1.07 x, ragged requests of 256 1.35 x, 300 0.96 x
+# FA4_FEW, FA4_KEYS  fewer of them over keys that make up for it (64 over 4,096: 0.69 x)
+# CUDNN_LENGTHS    queries and keys, both in this range, of at least CUDNN_HEADS heads of the batch: cuDNN took 0.80 - 0.97 x of
+#                  FlashAttention-4's time with head dims 64 and 128; with fewer heads (16, 32) 1.02 - 1.39 x
+FA4_QUERIES, FA4_FEW, FA4_KEYS, CUDNN_LENGTHS, CUDNN_HEADS = 257, 64, 4096, range(512, 1025), 128
+
+
+def _long_attention(p: Any) -> bool:
+    queries, keys = _lengths(p)
+    return _measured_attention(p) and (queries >= FA4_QUERIES or queries >= FA4_FEW and keys >= FA4_KEYS)
+
+
+def _many_short_heads(p: Any) -> bool:
+    return (_measured_attention(p) and p.layout == "dense" and p.head_dim in (64, 128) and not (p.windowed or p.mask or p.kv_lens)
+            and p.seq_q == p.seq_k and p.seq_q in CUDNN_LENGTHS and p.batch * p.num_q_heads >= CUDNN_HEADS)
 
 
 # When dense and ragged attention splits its keys over SMs or threads. Reasoned from the measured kernels (docs/design/
@@ -122,7 +150,10 @@ def _skinny(p: Any, target: Target) -> bool:
         return False
     few = FEW_ROWS  # of a batch, and of fp8 that is not promoted, too
     if p.batch == 1:
-        few = FEW_ROWS_OF_FP8 if kind_of_sums(p) != "plain" else FEW_ROWS_OF_HALVES if p.a_dtype in ("bf16", "fp16") else FEW_ROWS
+        halves = p.a_dtype in ("bf16", "fp16")
+        few = FEW_ROWS_OF_FP8 if kind_of_sums(p) != "plain" else FEW_ROWS_OF_HALVES if halves else FEW_ROWS
+        if halves and p.m > few and p.n >= WIDE_COLUMNS:
+            return False
     return p.m <= few or skinny_sm90.estimate(p, target) <= dense_sm90.estimate(p, target)
 
 
@@ -141,10 +172,17 @@ def _plain_gemm(p: Any) -> bool:
     return not (p.bias or p.activation or p.accumulate_c) and p.a_dtype == p.b_dtype == p.out_dtype and p.a_dtype in ("bf16", "fp16")
 
 
+def _uneven(p: Any, target: Target) -> bool:
+    return _plain_gemm(p) and p.m > 192 and cost.uneven(p) and not _many_products(p, target)
+
+
 def _few_tokens(p: Any) -> bool:
     """Where moe/small_cuda was faster than the composition: up to eight tokens."""
     return p.tokens <= 8
 
+
+_OFF_LINES = ("rows of a or b that do not begin at lines of 128 bytes: 0.59 and 0.83 x the time of our products (333 x 4096 x 4104 and "
+              "1000^3; H200, 2026-11-30, tools/bench/results/h200_dispatch.json)")
 
 RULES: tuple[Rule, ...] = (
     Rule("attention", "generated", 69, "a decode: split_mma reads the keys once for the heads that share them, on all SMs: 0.97 - 1.7 x "
@@ -165,6 +203,7 @@ RULES: tuple[Rule, ...] = (
          "on; up to 192 rows ours are 0.9 - 1.5 x as fast, above even (H200, 2026-11-30, tools/bench/results/tried/h200_tune_dense.json)",
          target_kind="cuda", capability=(90,), when=lambda p: _plain_gemm(p) and p.m > 192 and (p.m < 384 or p.n < 1024),
          fits=lambda p, target: not _many_products(p, target)),
+    Rule("gemm", "torch", 70, _OFF_LINES, target_kind="cuda", capability=(90,), fits=_uneven),
     Rule("gemm", "generated", 64, "TMA and WGMMA for few rows or columns: by the estimates of both Hopper products, whose figures were "
          "measured on an H200 (2026-11-30)", target_kind="cuda", capability=(90,), kernel="gemm/skinny_sm90", fits=_skinny),
     Rule("gemm", "generated", 62, "TMA and WGMMA (H200, 2026-11-30, tools/bench/results/tried/h200_gemm_sm90.json)",
@@ -195,6 +234,11 @@ RULES: tuple[Rule, ...] = (
          "(H200, 2026-11-30)", target_kind="cuda", kernel="moe/small_cuda"),
     Rule("", "generated", 60, "specialised for this problem", general=True),
     Rule("", "torch", 40, "works everywhere torch does", general=True),
+    Rule("attention", "cudnn", 75, "many heads of 512 - 1,024 tokens, D 64 and 128: 0.80 - 0.97 x the time of FlashAttention-4, "
+         "0.52 - 0.74 x ours (H200, 2026-11-30, tools/bench/results/h200_dispatch.json)", target_kind="cuda", capability=(90,), when=_many_short_heads),
+    Rule("attention", "flash_attn_4", 74, "long queries: 0.35 - 0.96 x the time of ours, 0.62 - 0.94 x of torch's cuDNN, and compiled in "
+         "2 - 4 s at its first use (H200, 2026-11-30, tools/bench/results/h200_dispatch.json)", target_kind="cuda", capability=(90,),
+         when=_long_attention),
     Rule("", "reference", 1, "slow eager float64 version"),
     Rule("", "cudnn", 35, "cuDNN by its own graphs: below everything that rules know; where it was measured, times decide"),
     Rule("", "flash_attn_4", 34, "FlashAttention-4: where it was measured, times decide"),
@@ -204,6 +248,7 @@ RULES: tuple[Rule, ...] = (
          "on; up to 192 rows ours are 0.9 - 1.5 x as fast, above even (H200, 2026-11-30, tools/bench/results/tried/h200_tune_dense.json)",
          target_kind="cuda", capability=(90,), when=lambda p: _plain_gemm(p) and p.m > 192 and (p.m < 384 or p.n < 1024),
          fits=lambda p, target: not _many_products(p, target)),
+    Rule("gemm", "cublaslt", 71, _OFF_LINES, target_kind="cuda", capability=(90,), fits=_uneven),
     Rule("gemm", "cublaslt", 50, "beside our products: 16 bits, 0.85 - 1.04 x as fast up to 128 rows; fp8 0.2 - 1.19 x, 0.46 - 0.95 "
          "in the mean of 13 shapes for each number of rows (H200, 2026-11-30, tools/bench/results/h200_gemm_hopper.json); before torch's "
          "own, whose epilogues multiply in float32", target_kind="cuda", general=True),
@@ -227,12 +272,14 @@ UNNAMED = Rule("", "", 20, "no rule names it: it was not measured")
 
 def rule_of(backend: str, kernel: str, problem: Any, target: Target) -> Rule | None:
     """The first row that names a candidate."""
-    return next((rule for rule in _index().of(backend) if rule.matches(backend, kernel, problem, target)), None)
+    rows = _index().of(backend, kernel, problem.op, target.kind, target.capability)
+    return next((rule for rule in rows if rule.when(problem) and rule.fits(problem, target)), None)
 
 
-def bound(backend: str, op: str, target: Target) -> tuple[float, bool]:
-    """(the highest score that a row can give a backend for an op on such a target, whether a row for everything else may)."""
-    return _index().bound(backend, op, target.kind, target.capability)
+def order(names: tuple[str, ...], op: str, target: Target) -> tuple[tuple[str, float, bool], ...]:
+    """(backend, the highest score that a row can give it for an op on such a target, whether a row for everything else may), the highest
+    first."""
+    return _index().order(names, op, target.kind, target.capability)
 
 
 class _Index:
@@ -240,22 +287,27 @@ class _Index:
 
     def __init__(self, rows: tuple[Rule, ...]) -> None:
         self.rows = rows
-        self._of: dict[str, tuple[Rule, ...]] = {}
-        self._bounds: dict[tuple[str, str, str, int], tuple[float, bool]] = {}
+        self._of: dict[tuple[str, str, str, str, int], tuple[Rule, ...]] = {}
+        self._orders: dict[tuple[tuple[str, ...], str, str, int], tuple[tuple[str, float, bool], ...]] = {}
 
-    def of(self, backend: str) -> tuple[Rule, ...]:
-        found = self._of.get(backend)
+    def of(self, backend: str, kernel: str, op: str, kind: str, capability: int) -> tuple[Rule, ...]:
+        """The rows that may name a candidate, before they look at the problem."""
+        key = (backend, kernel, op, kind, capability)
+        found = self._of.get(key)
         if found is None:
-            found = self._of[backend] = tuple(rule for rule in self.rows if rule.backend == backend)
+            found = self._of[key] = tuple(r for r in self.rows if r.names(backend, kernel) and r.concerns(op, kind, capability))
         return found
 
     def bound(self, backend: str, op: str, kind: str, capability: int) -> tuple[float, bool]:
-        key = (backend, op, kind, capability)
-        found = self._bounds.get(key)
+        may = [r for r in self.rows if r.backend == backend and r.concerns(op, kind, capability)] or [UNNAMED]
+        return max(r.score for r in may), any(r.general for r in may)
+
+    def order(self, names: tuple[str, ...], op: str, kind: str, capability: int) -> tuple[tuple[str, float, bool], ...]:
+        key = (names, op, kind, capability)
+        found = self._orders.get(key)
         if found is None:
-            may = [r for r in self.of(backend) if r.op in ("", op) and r.target_kind in ("", kind)
-                   and (not r.capability or capability in r.capability)] or [UNNAMED]
-            found = self._bounds[key] = (max(r.score for r in may), any(r.general for r in may))
+            rows = [(name, *self.bound(name, op, kind, capability)) for name in names]
+            found = self._orders[key] = tuple(sorted(rows, key=lambda row: -row[1]))
         return found
 
 
