@@ -80,15 +80,18 @@ class Machine:
 
 
 def work_of(problem: Any) -> Work | None:
-    """The least work of a problem; None for ops that the model does not know."""
+    """The least work of a problem; None for ops that the model does not know, and for products and attention of wider types than it was
+    fitted to: they run by other units at other peaks."""
     make = _WORK.get(problem.op)
-    return make(problem) if make else None
+    work = make(problem) if make else None
+    return None if work is None or work.flops and work.width > _WIDEST else work
 
 
 def _bytes(dtype: str) -> float:
     return DTYPES[dtype].bytes if dtype in DTYPES else 0.53  # packed: four bits and their scales
 
 
+_WIDEST = 2  # bytes of an element that a tensor core multiplies at the peaks of a Machine
 LINE = 128  # bytes of a line of the L2, and of the rows that the copy engine brings at a time
 
 

@@ -6,7 +6,6 @@ and what makes it count: docs/design/dispatch.md; the file: :mod:`kernelgen.disp
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass, replace
@@ -45,7 +44,6 @@ def forget() -> None:
     """Read the files again, and drop what could not be written."""
     _tables.clear()
     _unwritten.clear()
-    _shipped.cache_clear()
 
 
 def rounded(n: int) -> int:
@@ -259,4 +257,4 @@ def save(op: str, machine: Machine, found: dict[str, tuple[Measurement, ...]]) -
 
 def dumps(op: str, machine: Machine, found: dict[str, tuple[Measurement, ...]]) -> str:
     """A table as the text of a file: for defaults that ship."""
-    return json.dumps(Timings(op, machine, found).as_dict(), indent=1) + "\n"
+    return Timings(op, machine, found).text()

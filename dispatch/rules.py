@@ -235,7 +235,8 @@ RULES: tuple[Rule, ...] = (
     Rule("", "generated", 60, "specialised for this problem", general=True),
     Rule("", "torch", 40, "works everywhere torch does", general=True),
     Rule("attention", "cudnn", 75, "many heads of 512 - 1,024 tokens, D 64 and 128: 0.80 - 0.97 x the time of FlashAttention-4, "
-         "0.52 - 0.74 x ours (H200, 2026-11-30, tools/bench/results/h200_dispatch.json)", target_kind="cuda", capability=(90,), when=_many_short_heads),
+         "0.52 - 0.74 x ours (H200, 2026-11-30, tools/bench/results/h200_dispatch.json)", target_kind="cuda", capability=(90,),
+         when=_many_short_heads),
     Rule("attention", "flash_attn_4", 74, "long queries: 0.35 - 0.96 x the time of ours, 0.62 - 0.94 x of torch's cuDNN, and compiled in "
          "2 - 4 s at its first use (H200, 2026-11-30, tools/bench/results/h200_dispatch.json)", target_kind="cuda", capability=(90,),
          when=_long_attention),

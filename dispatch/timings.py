@@ -98,8 +98,16 @@ class Timings:
 
     def as_dict(self) -> dict[str, Any]:
         content = {"machine": asdict(self.machine), "problems": {
-            name: [asdict(m) for m in found] for name, found in sorted(self.problems.items())}}
+            name: [_given(m) for m in found] for name, found in sorted(self.problems.items())}}
         return {"schema": SCHEMA, "op": self.op, **content, "sha256": _digest(content)}
+
+    def text(self) -> str:
+        """The file: a line for each measurement."""
+        data = self.as_dict()
+        buckets = data.pop("problems")
+        lines = [f' "{name}": {json.dumps(value)},' for name, value in data.items()]
+        shown = (f"  {json.dumps(name)}: [\n" + ",\n".join(f"   {json.dumps(m)}" for m in found) + "]" for name, found in buckets.items())
+        return "\n".join(["{", *lines, ' "problems": {', ",\n".join(shown), " }", "}"]) + "\n"
 
     @staticmethod
     def parse(text: str, name: str, source: str) -> Timings:
@@ -111,7 +119,7 @@ class Timings:
             if data["sha256"] != _digest({"machine": data["machine"], "problems": data["problems"]}):
                 raise TimingsError(f"{name}: the content is not what was written (checksum)")
             machine = Machine(**data["machine"])
-            problems = {bucket: tuple(Measurement(**m) for m in found) for bucket, found in data["problems"].items()}
+            problems = {bucket: tuple(Measurement(**_LEFT_OUT | m) for m in found) for bucket, found in data["problems"].items()}
             return Timings(str(data["op"]), machine, problems, f"{source}, {machine.gpu}")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise TimingsError(f"{name}: not a file of measured times ({type(error).__name__}: {error})") from error
@@ -137,7 +145,7 @@ class Timings:
                     there = dict(Timings.read(path).problems)
                 except TimingsError:
                     os.replace(path, path.with_suffix(".broken"))
-            text = json.dumps(Timings(op, machine, there | dict(found)).as_dict(), indent=1)
+            text = Timings(op, machine, there | dict(found)).text()
             handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
             try:
                 with os.fdopen(handle, "w") as file:
@@ -148,6 +156,13 @@ class Timings:
             except BaseException:
                 os.unlink(temporary)
                 raise
+
+
+_LEFT_OUT: dict[str, Any] = {"config": None, "note": ""}  # of a measurement, where that is what it has
+
+
+def _given(m: Measurement) -> dict[str, Any]:
+    return {name: value for name, value in asdict(m).items() if name not in _LEFT_OUT or value != _LEFT_OUT[name]}
 
 
 def _digest(content: Mapping[str, Any]) -> str:

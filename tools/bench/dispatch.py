@@ -227,9 +227,12 @@ def write_defaults(rows: list[dict[str, Any]], folder: Path, target: Target, her
         problem = by_name.get(row["problem"])
         name = measured.bucket(problem) if problem is not None else None
         if name is not None and row["times"]:
-            found[problem.op][name] = tuple(Measurement(**m) for m in row["measurements"])
+            found[problem.op][name] = tuple(
+                Measurement(**m | {"us": float(f"{m['us']:.4g}")}) for m in row["measurements"] if m["us"] is not None)
     for op, problems in found.items():
         (folder / f"{op}.json").write_text(measured.dumps(op, here, problems))
+    measured._shipped.cache_clear()
+    cost.machines.cache_clear()
     return model
 
 
