@@ -86,6 +86,12 @@ def _long_attention(p: Any) -> bool:
     return _measured_attention(p) and (queries >= FA4_QUERIES or queries >= FA4_FEW and keys >= FA4_KEYS)
 
 
+def _long_wide_heads(p: Any) -> bool:
+    """Where split_mma's items, cut finer than prefill_mma's tiles, were the faster ones though there are tiles for every SM."""
+    plain = not (p.windowed or p.mask or p.block_mask or p.variant or p.alibi or p.batch_invariant)
+    return _measured_attention(p) and plain and p.layout == "dense" and p.head_dim >= 128 and min(p.seq_q, p.seq_k) >= 2048
+
+
 def _many_short_heads(p: Any) -> bool:
     return (_measured_attention(p) and p.layout == "dense" and p.head_dim in (64, 128) and not (p.windowed or p.mask or p.kv_lens)
             and p.seq_q == p.seq_k and p.seq_q in CUDNN_LENGTHS and p.batch * p.num_q_heads >= CUDNN_HEADS)
@@ -190,6 +196,9 @@ RULES: tuple[Rule, ...] = (
          "tools/bench/results/h200_decode_dense.json)", target_kind="cuda", kernel="attention/split_mma", when=_decode),
     Rule("attention", "generated", 65, "long keys and fewer tiles of prefill_mma than SMs: split_mma gives the others a part of the keys "
          "(reasoned, unmeasured)", target_kind="cuda", kernel="attention/split_mma", fits=_few_tiles),
+    Rule("attention", "generated", 62, "D 128 and 256, 2,048 tokens and more: 0.86 - 0.97 x the time of prefill_mma in 15 of 16 problems, "
+         "1.08 x in one (H200, 2026-11-30, tools/bench/results/h200_dispatch.json)", target_kind="cuda", capability=(90,),
+         kernel="attention/split_mma", when=_long_wide_heads),
     Rule("attention", "generated", 55, "for calls whose tiles leave SMs idle, or that are a decode: this one is neither",
          target_kind="cuda", kernel="attention/split_mma"),
     Rule("attention", "generated", 65, "long keys and fewer tasks of prefill_cpu than threads: split_cpu gives those keys, too",
