@@ -24,6 +24,7 @@ logger = logging.getLogger("kernelgen")
 _NOT_TAKEN = "not taken by auto (KERNELGEN_ASSUME_FINITE=1 allows it)"
 _ALL_THERE_IS = "may let a NaN or inf of a hidden key through, but beside the oracle nothing else runs this"
 _WITH_GRADIENT = "may let a NaN or inf of a hidden key through, as all do that have a backward, but the oracle"
+_CLEARLY_LESS = 0.95  # predictions are not better than that
 _MEMO_LIMIT = 8192  # problems; a server with ever-changing lengths must not grow without bound
 _memo: dict[tuple[Any, Target, str, bool, str], Decision] = {}
 _said: set[str] = set()
@@ -221,14 +222,16 @@ def _first(rows: Rows, names: tuple[str, ...]) -> Candidate | None:
 
 
 def _by_model(rows: Rows, first: Candidate, names: tuple[str, ...]) -> tuple[Candidate, str]:
-    """Between candidates that only rows for everything else name the least predicted time wins. Those without figures take no part, and
-    where the first has none, it stays."""
-    if cost.predict(rows.problem, rows.target, first) is None:
+    """Between candidates that only rows for everything else name the least predicted time wins, if it is clearly less than that of the
+    first. Those without figures take no part, and where the first has none, it stays."""
+    own = cost.predict(rows.problem, rows.target, first)
+    if own is None:
         return first, "rule"
     general = [name for name, _, may in rules.order(names, rows.problem.op, rows.target) if may and rows.may(name)]
     equals = [c for name in general for c in rows.of(name) if rows.eligible(c) and c.general]
     predicted = [(us, c) for c in equals if (us := cost.predict(rows.problem, rows.target, c)) is not None]
-    return min(predicted, key=lambda found: found[0])[1], "model"
+    least, best = min(predicted, key=lambda found: found[0])
+    return (best if least < _CLEARLY_LESS * own else first), "model"
 
 
 def _say_why_not_generated(problem: Any, chosen: Candidate, rows: Sequence[Candidate]) -> None:
