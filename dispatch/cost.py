@@ -1,9 +1,10 @@
 """The cost model: microseconds of a call from its bytes, its FLOPs, the waves of its tiles and a launch.
 
-    t = launch + max(bytes / (bandwidth * share), FLOPs / (peak * share * filled))
+    t = launch + max(bytes / (bandwidth * share), FLOPs / (peak * share * filled)) * beyond
 
-``filled`` is the part of the last wave of tiles that has work. Shares, launch and tile of each candidate are fitted to measurements of a
-GPU (``tools/bench/dispatch.py --fit``; data/<arch>-<gpu>/cost.json). It is asked for what no measurement and no rule covers.
+``filled`` is the part of the last wave of tiles that has work; ``beyond``, what boxes cost whose rows the matrix does not fill. Shares,
+launch and tile of each candidate are fitted to measurements of a GPU (``tools/bench/dispatch.py --fit``; data/<arch>-<gpu>/cost.json). It is
+asked for what no measurement and no rule covers.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Work:
     bytes   that are read and written once
     rows, columns, count   extents of the products' outputs, for tiles: ``count`` of (rows, columns)
     width   bytes of an element that is multiplied: 1 runs at twice the peak of 2
-    uneven  rows of an operand of a product do not begin at lines of 128 bytes
+    uneven  rows of an operand of a product do not begin at sectors
     """
 
     flops: float
@@ -44,7 +45,9 @@ class Work:
 class Fit:
     """Of one candidate: microseconds of a launch, shares of the peaks, and the tile whose waves count (0: none).
 
-    uneven  what is left of both shares where rows begin off lines of 128 bytes: a row of 128 bytes in a tile is then two lines of the L2
+    uneven  what is left of both shares where rows begin within sectors: a tile's row of 128 bytes is then five of them and not four
+    beyond  how much longer a call takes for the share of its boxes that lies beyond the rows of a, which the copy engine fills with zeros;
+            ``boxes``: (least, most) rows of one, a power of two
     """
 
     launch: float
@@ -53,12 +56,23 @@ class Fit:
     tile_rows: int = 0
     tile_columns: int = 0
     uneven: float = 1.0
+    beyond: float = 0.0
+    boxes: tuple[int, int] = (0, 0)
 
     def us(self, work: Work, machine: Machine) -> float:
         left = self.uneven if work.uneven else 1.0
         moved = work.bytes / (machine.bandwidth * self.bandwidth * left)
         peak = machine.flops_16 * (2 if work.width <= 1 else 1) * self.peak * left
-        return self.launch + max(moved, work.flops / (peak * self._filled(work, machine.sm_count)))
+        filled = self._filled(work, machine.sm_count)
+        beyond = 1 + self.beyond * self._share_beyond(work.rows) if self.beyond else 1.0
+        return self.launch + max(moved, work.flops / (peak * filled)) * beyond
+
+    def _share_beyond(self, rows: int) -> float:
+        """Of what the boxes of a tile hold, those of b with as many columns as a WGMMA has rows."""
+        least, most = self.boxes
+        box = min(max(1 << (max(rows, 1) - 1).bit_length(), least), most)
+        tiles = -(-rows // box) if box else 0
+        return (tiles * box - rows) / (tiles * (box + _BOX_COLUMNS)) if tiles else 0.0
 
     def _filled(self, work: Work, sms: int) -> float:
         if not self.tile_rows:
@@ -91,14 +105,16 @@ def _bytes(dtype: str) -> float:
     return DTYPES[dtype].bytes if dtype in DTYPES else 0.53  # packed: four bits and their scales
 
 
+_BOX_COLUMNS = 64
 _WIDEST = 2  # bytes of an element that a tensor core multiplies at the peaks of a Machine
-LINE = 128  # bytes of a line of the L2, and of the rows that the copy engine brings at a time
+SECTOR = 32  # bytes that the L2 and memory move at least
 
 
 def uneven(p: Any) -> bool:
-    """Do rows of an operand of a product begin off lines, as far as its extents say it?"""
+    """Do rows of an operand of a product begin within sectors, as far as its extents say it? (384 x 4096 x K by dense_sm90: K = 4096, 4128
+    and 4160, of whole sectors, 28.0, 30.4 and 28.0 us, 4104 44; the copy engine's L2 promotion changes nothing. H200, 2026-11-30.)"""
     a, b = (p.k if p.a_order == "row" else p.m) * _bytes(p.a_dtype), (p.k if p.b_order == "col" else p.n) * _bytes(p.b_dtype)
-    return bool((a % LINE and p.m > 1) or (p.b_dtype in DTYPES and b % LINE))
+    return bool((a % SECTOR and p.m > 1) or (p.b_dtype in DTYPES and b % SECTOR))
 
 
 def _attention(p: Any) -> Work:
@@ -175,7 +191,7 @@ def machines() -> dict[str, Machine]:
         file = folder.joinpath("cost.json")
         if file.is_file():
             data = json.loads(file.read_text())
-            fits = {label: Fit(**values) for label, values in data.pop("fits").items()}
+            fits = {label: Fit(**values | {"boxes": tuple(values.get("boxes", (0, 0)))}) for label, values in data.pop("fits").items()}
             found[folder.name] = Machine(fits=fits, **data)
     return found
 

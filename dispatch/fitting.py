@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable
@@ -15,7 +16,9 @@ _LAUNCH = (2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 13.0, 17.0, 22.0)
 _SHARES = (0.03, 0.05, 0.08, 0.12, 0.17, 0.23, 0.3, 0.37, 0.45, 0.53, 0.6, 0.67, 0.74, 0.81, 0.88, 0.95, 1.0)
 _LEFT = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5, 0.45, 0.4)
 _TILES = ((0, 0), (64, 128), (128, 128), (128, 256), (256, 128))
+_BOXES, _BEYOND = ((0, 0), (64, 64), (8, 128)), (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0)
 _PRIOR = Fit(5.0, 0.67, 0.53)  # what nothing says otherwise of
+_WORTH = 1e-3
 _TRUST = 0.01  # in it, beside a squared error: a figure that times tell is hardly moved by it
 _ROW_TILES = ((0, 0), (64, 1), (128, 1))  # attention's outputs are tiled by rows
 
@@ -45,16 +48,17 @@ def _best(machine: Machine, points: list[tuple[Work, float]], tiles: tuple[tuple
     grids = {"peak": _SHARES, "bandwidth": _SHARES, "launch": _LAUNCH}
     if any(work.uneven for work, _ in points):
         grids["uneven"] = _LEFT
+    product = any(work.columns > 1 for work, _ in points)
     best, least = prior, math.inf
-    for tile_rows, tile_columns in tiles:
+    for (tile_rows, tile_columns), boxes in itertools.product(tiles, _BOXES if product else _BOXES[:1]):
         # max(moved, multiplied) has no linear form; the figures are searched one after the other, which a few rounds settle.
-        one = replace(prior, tile_rows=tile_rows, tile_columns=tile_columns)
+        one = replace(prior, tile_rows=tile_rows, tile_columns=tile_columns, boxes=boxes, beyond=0.0)
         for _ in range(4):
-            for name, grid in grids.items():
+            for name, grid in (grids | ({"beyond": _BEYOND} if boxes[1] else {})).items():
                 one = min((replace(one, **{name: value}) for value in grid),  # type: ignore[arg-type]
                           key=lambda f: _error(machine, points, f, prior))
         error = _error(machine, points, one, prior)
-        if error < least - 1e-12:
+        if error < least * (1 - _WORTH):  # a tile that explains nothing is none
             best, least = one, error
     return best
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
@@ -58,11 +58,11 @@ class Target:
     sm_count: int
     shared_memory_per_block: int = 0
 
-    @cached_property
+    @property
     def kind(self) -> str:
         return "cpu" if self.arch.startswith("cpu-") else "cuda"
 
-    @cached_property
+    @property
     def capability(self) -> int:
         """90 for sm_90a; 0 for a CPU."""
         return _capability(self.arch)
