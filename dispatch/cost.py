@@ -3,8 +3,8 @@
     t = launch + max(bytes / (bandwidth * share), FLOPs / (peak * share * filled)) * beyond
 
 ``filled`` is the part of the last wave of tiles that has work; ``beyond``, what boxes cost whose rows the matrix does not fill. Shares,
-launch and tile of each candidate are fitted to measurements of a GPU (``tools/bench/dispatch.py --fit``; data/<arch>-<gpu>/cost.json). It is
-asked for what no measurement and no rule covers.
+launch and tile of each candidate are fitted to measurements of a GPU (``tools/bench/dispatch.py --fit``; data/<arch>-<gpu>/cost.json). It
+is asked for what no measurement and no rule covers.
 """
 
 from __future__ import annotations

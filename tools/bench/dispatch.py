@@ -45,8 +45,8 @@ _H200 = cost.Machine("NVIDIA H200", bandwidth=4.55e6, flops_16=8.0e8, sm_count=1
 
 @dataclass(frozen=True)
 class Case:
-    """A call by shapes. ``held_out``: of the 20 that the cost model is not fitted to. ``ships``: its times decide for its bucket; not those of
-    rows just above a tile, which say little of as many as the bucket holds.
+    """A call by shapes. ``held_out``: of the 20 that the cost model is not fitted to. ``ships``: its times decide for its bucket; not those
+    of rows just above a tile, which say little of as many as the bucket holds.
     """
 
     op: str

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,18 @@ def test_defaults_round_trip() -> None:
     here, found = Machine.here(HERE), {"m=1": (_measurement("torch", "", 1.5), _measurement("generated", "x", None))}
     again = Timings.parse(measured.dumps("gemm", here, found), "gemm.json", "shipped")
     assert again.problems == found and again.machine == here and json.loads(measured.dumps("gemm", here, found))["schema"] == 1
+    lines = measured.dumps("gemm", here, found).splitlines()
+    assert sum('"backend"' in line for line in lines) == 2, "a line for each"
+    assert not any('"note": ""' in line for line in lines), "with what it has"
+
+
+def test_a_file_with_every_field_written_out_is_read() -> None:
+    """As this release wrote them at first."""
+    here, one = Machine.here(HERE), _measurement("torch", "", 1.5)
+    content = {"machine": asdict(here), "problems": {"m=1": [asdict(one)]}}
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    text = json.dumps({"schema": 1, "op": "gemm", **content, "sha256": digest})
+    assert Timings.parse(text, "gemm.json", "shipped").problems == {"m=1": (one,)}
 
 
 @pytest.mark.parametrize("spoil", [
