@@ -88,6 +88,7 @@ RULES: tuple[Rule, ...] = (
          kernel="attention/split_mma", when=long_wide_heads),
     Rule("attention", "generated", 55, "for calls whose tiles leave SMs idle, or that are a decode: this one is neither",
          target_kind="cuda", kernel="attention/split_mma"),
+    Rule("attention", "generated", 50, "TMA and WGMMA: not measured yet", target_kind="cuda", kernel="attention/prefill_sm90"),
     Rule("attention", "generated", 65, "long keys and fewer tasks of prefill_cpu than threads: split_cpu gives those keys, too",
          target_kind="cpu", kernel="attention/split_cpu", fits=few_tasks),
     Rule("attention", "generated", 55, "for calls whose tasks leave threads idle: this one has enough", target_kind="cpu",
