@@ -134,14 +134,14 @@ _MODULES: dict[str, tuple[str, ...]] = {
 
 def families(op: str, target_kind: str | None = None) -> list[KernelFamily]:
     """The generated kernels of an op, in registry order. Modules of the other kind are not imported: it is part of a first call."""
-    return list(_families(op, target_kind))
+    return [module.FAMILY for module in _modules(op, target_kind)]
 
 
 @cache
-def _families(op: str, target_kind: str | None) -> tuple[KernelFamily, ...]:
+def _modules(op: str, target_kind: str | None) -> tuple[Any, ...]:
     """A choice asks for them each time, and import_module takes a microsecond for each."""
     modules = (m for m in _MODULES.get(op, ()) if target_kind is None or m.endswith("_cpu") == (target_kind == "cpu"))
-    return tuple(import_module(f"kernelgen.kernels.{module}").FAMILY for module in modules)
+    return tuple(import_module(f"kernelgen.kernels.{module}") for module in modules)
 
 
 def division_of(decision: Decision) -> Division | None:
