@@ -43,9 +43,8 @@ ENTRY = "attention_prefill_sm90"
 
 _BOX = 64  # columns of a box: 128 bytes
 _L2_BYTES = 32 << 20  # of keys and values that the tiles under way share
-# Registers of a consumer beside scores, weights and output, and what a consumer has.
-_OTHER_REGISTERS = 32
-_REGISTERS = {1: 240, 2: 240, 3: 160}
+_OTHER_REGISTERS = 32  # of a consumer's thread, beside scores, weights and output
+_SYSTEM_BYTES = 1024  # of shared memory that each block leaves to the system
 
 
 def supports(problem: AttentionProblem, target: Target) -> Verdict:
@@ -83,13 +82,12 @@ def legal(problem: AttentionProblem, target: Target, config: Config) -> Verdict:
     c = config
     shared, registers = shared_memory(problem, c), _registers(problem, c)
     return first_no(
-        (c.consumers in _REGISTERS, f"{c.consumers} consumers: 1 to 3"),
+        (1 <= c.consumers <= 3 and 1 <= c.resident <= 3, f"{c.consumers} consumers, {c.resident} blocks of an SM: 1 to 3"),
         (c.block_k % 16 == 0 and 16 <= c.block_k <= 256, f"block_k {c.block_k} is not a multiple of 16 up to 256"),
         (c.stages >= 2 and c.query_stages in (1, 2), f"{c.stages} stages, at least 2; {c.query_stages} of queries, 1 or 2"),
-        (registers <= _REGISTERS[c.consumers],
-         f"config {c} needs about {registers} registers, a consumer has {_REGISTERS[c.consumers]}"),
-        (shared <= target.shared_memory_per_block, f"config {c} needs {shared} bytes of shared memory, {target} has "
-                                                   f"{target.shared_memory_per_block}"),
+        (registers <= c.registers, f"config {c} needs about {registers} registers, a consumer has {c.registers}"),
+        (c.resident * (shared + _SYSTEM_BYTES) <= target.shared_memory_per_block + _SYSTEM_BYTES,
+         f"config {c} needs {shared} bytes of shared memory, {c.resident} times; {target} has {target.shared_memory_per_block}"),
     )
 
 
@@ -107,7 +105,7 @@ def spec(problem: AttentionProblem, target: Target, config: Config) -> KernelSpe
     tile = mma.Config(c.block_q, c.block_k, 4 * c.consumers, c.stages)
     parameters = mma.options(
         p, tile, ragged=p.layout == "ragged", kv_lens=p.kv_lens, out_element=p.out_dtype, shared_memory=shared_memory(p, c),
-        pingpong=c.pingpong, out_over_query=c.out_over_query, query_stages=c.query_stages,
+        pingpong=c.pingpong, out_over_query=c.out_over_query, query_stages=c.query_stages, resident=c.resident,
         mma_columns=" ".join(str(n) for n in sorted({c.block_k, round_up(p.head_dim_v, 16)})))
     words = mma.words_of(parameters, tile)[:-len(str(tile).split())]
     return KernelSpec.make(
@@ -147,7 +145,7 @@ def bind(problem: AttentionProblem, config: Config, kernel: Any, tensors: Attent
     check_factor(p, t)
     boxes = [("q", t.q, 64), ("k", t.k, c.block_k), ("v", t.v, c.block_k)] + ([("out", t.out, 64)] if p.layout == "dense" else [])
     maps = [head_map(f"map_{name}", name, x, (_BOX, rows)) for name, x, rows in boxes]
-    blocks = min(_tiles(p, c)[1], target_of(t.q.device).sm_count or 1)
+    blocks = min(_tiles(p, c)[1], (target_of(t.q.device).sm_count or 1) * c.resident)
     launch = kernel.prepare(device, grid=(blocks, 1, 1), block=(c.threads, 1, 1), programmatic=True, shared_memory=shared_memory(p, c),
                             tensor_maps=maps)
     tail, blank = PARAMS.pack_scalars(scalars_of(p, c, t)), bytes(128 * len(PARAMS.tensor_maps))

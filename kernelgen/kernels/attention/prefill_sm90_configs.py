@@ -14,6 +14,7 @@ class Config:
     stages          slots of the rings of keys and of values
     pingpong        consumers take turns in multiplying, so that one's softmax runs under another's products
     out_over_query  results leave through the queries' memory, which then has to wait for them
+    resident        blocks of an SM
     query_stages    2: the next row tile's queries come while this one's are in use, and its first scores are made beside this one's last product
     """
 
@@ -23,14 +24,22 @@ class Config:
     pingpong: bool = True
     out_over_query: bool = False
     query_stages: int = 1
+    resident: int = 1
 
     def __str__(self) -> str:
         words = f"{self.block_q}x{self.block_k} s{self.stages}"
-        return words + (" turns" if self.pingpong else "") + (" overq" if self.out_over_query else "") + (f" q{self.query_stages}" if self.query_stages > 1 else "")
+        return words + (" turns" if self.pingpong else "") + (" overq" if self.out_over_query else "") + (f" q{self.query_stages}" if self.query_stages > 1 else "") + (
+            f" r{self.resident}" if self.resident > 1 else "")
 
     @property
     def block_q(self) -> int:
         return 64 * self.consumers
+
+    @property
+    def registers(self) -> int:
+        """Of a consumer's thread: Sm90Shape::kConsumerRegisters."""
+        launch = min(65536 // (self.threads * self.resident) // 8 * 8, 240)
+        return min(240, (launch * (self.consumers + 1) - (32 if self.consumers == 3 else 24)) // self.consumers // 8 * 8)
 
     @property
     def threads(self) -> int:
