@@ -59,6 +59,12 @@ def long_wide_heads(p: Any) -> bool:
     return _measured_attention(p) and plain and p.layout == "dense" and p.head_dim >= 128 and min(p.seq_q, p.seq_k) >= 2048
 
 
+def whole_tiles(p: Any) -> bool:
+    """What prefill_sm90 was measured for: a tile of queries and more, and nothing that makes logits one by one."""
+    plain = not (p.windowed or p.mask or p.block_mask or p.variant or p.alibi or p.soft_cap)
+    return _measured_attention(p) and plain and p.layout == "dense" and min(p.seq_q, p.seq_k) >= 128
+
+
 def many_short_heads(p: Any) -> bool:
     return (_measured_attention(p) and p.layout == "dense" and p.head_dim in (64, 128) and not (p.windowed or p.mask or p.kv_lens)
             and p.seq_q == p.seq_k and p.seq_q in CUDNN_LENGTHS and p.batch * p.num_q_heads >= CUDNN_HEADS)

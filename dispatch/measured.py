@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kernelgen.dispatch.decision import Candidate
-from kernelgen.dispatch.timings import Machine, Measurement, Timings, TimingsError, gpu_name
+from kernelgen.dispatch.timings import SHIPPED, Machine, Measurement, Timings, TimingsError, gpu_name
 from kernelgen.errors import CacheError
+from kernelgen.kernels.base import families
 from kernelgen.targets import Target
 
 logger = logging.getLogger("kernelgen")
@@ -85,10 +86,21 @@ def times(problem: Any, target: Target, live: bool) -> tuple[dict[tuple[str, str
         found = table.problems.get(name)
         if not found:
             continue
-        if live and (stale := _stale(found)):
+        if (live and (stale := _stale(found))) or (stale := _outgrown(table, problem, target)):
             return {}, stale
         return {(m.backend, m.kernel): m for m in found if m.us is not None}, table.source
     return {}, ""
+
+
+def _outgrown(table: Timings, problem: Any, target: Target) -> str:
+    """Is there a kernel of ours that was not there when the table that ships was measured, and that runs the problem? The times would keep
+    it out. (A file of this machine's own has the release in its name.)
+    """
+    if table.shipped:
+        for family in families(problem.op, target.kind):
+            if family.name not in table.kernels and family.supports(problem, target):
+                return f"measured before {family.name} was there: measure anew with kernelgen tune"
+    return ""
 
 
 @cache
@@ -188,7 +200,7 @@ def _read(op: str, target: Target, live: bool) -> list[Timings]:
     if own is not None:
         made.append(own)
     for name, text in _shipped(op, target.arch):
-        shipped = Timings.parse(text, name, "shipped")
+        shipped = Timings.parse(text, name, SHIPPED)
         if shipped.machine.sm_count == target.sm_count and (not live or shipped.machine.gpu == gpu_name(target)):
             made.append(shipped)
     return made

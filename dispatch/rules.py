@@ -25,6 +25,7 @@ from kernelgen.dispatch.conditions import (
     one_wave,
     plain_gemm,
     skinny,
+    whole_tiles,
 )
 from kernelgen.targets import Target
 
@@ -88,7 +89,11 @@ RULES: tuple[Rule, ...] = (
          kernel="attention/split_mma", when=long_wide_heads),
     Rule("attention", "generated", 55, "for calls whose tiles leave SMs idle, or that are a decode: this one is neither",
          target_kind="cuda", kernel="attention/split_mma"),
-    Rule("attention", "generated", 50, "TMA and WGMMA: not measured yet", target_kind="cuda", kernel="attention/prefill_sm90"),
+    Rule("attention", "generated", 63, "TMA and WGMMA: 0.76 - 1.08 x the time of torch's cuDNN, which takes 0.39 - 0.74 x prefill_mma's, "
+         "with 128 tokens and more (H200, 2026-11-30, tools/bench/results/tried/h200_prefill_sm90_configs.json)", target_kind="cuda",
+         capability=(90,), kernel="attention/prefill_sm90", when=whole_tiles),
+    Rule("attention", "generated", 50, "TMA and WGMMA: measured dense, 128 tokens and more, without a window, a mask or a soft-cap",
+         target_kind="cuda", kernel="attention/prefill_sm90"),
     Rule("attention", "generated", 65, "long keys and fewer tasks of prefill_cpu than threads: split_cpu gives those keys, too",
          target_kind="cpu", kernel="attention/split_cpu", fits=few_tasks),
     Rule("attention", "generated", 55, "for calls whose tasks leave threads idle: this one has enough", target_kind="cpu",

@@ -13,7 +13,7 @@ import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from kernelgen.errors import KernelgenError
 from kernelgen.targets import Target
 
 SCHEMA = 1
+SHIPPED = "shipped"  # the first word of where a table is from that comes with the package
 
 
 class TimingsError(KernelgenError):
@@ -95,6 +96,15 @@ class Timings:
     machine: Machine
     problems: Mapping[str, Sequence[Measurement]]
     source: str = ""
+
+    @property
+    def shipped(self) -> bool:
+        return self.source.startswith(SHIPPED)
+
+    @cached_property
+    def kernels(self) -> frozenset[str]:
+        """Of ours, that some problem was measured with."""
+        return frozenset(m.kernel for found in self.problems.values() for m in found if m.backend == "generated")
 
     def as_dict(self) -> dict[str, Any]:
         content = {"machine": asdict(self.machine), "problems": {

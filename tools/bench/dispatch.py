@@ -3,6 +3,7 @@
 
     python tools/bench/dispatch.py                         everything, into tools/bench/results/h200_dispatch.json
     python tools/bench/dispatch.py --budget 100 --resume   begins no problem after 100 s; later the rest
+    python tools/bench/dispatch.py --budget 100 --resume --anew attention    these measured again, the others kept
     python tools/bench/dispatch.py --table                 the table of the file, without a GPU
     python tools/bench/dispatch.py --fit dispatch/data/sm_90a-h200    writes cost.json, and the measured times as defaults that ship
 
@@ -249,6 +250,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--timeout", type=float, default=20.0, help="seconds for one candidate")
     parser.add_argument("--without", nargs="*", default=[], metavar="BACKEND")
     parser.add_argument("--only", default="", help="problems whose words contain this")
+    parser.add_argument("--anew", default="", metavar="WORDS", help="with --resume: first drop the problems whose words contain this")
     parser.add_argument("--table", action="store_true", help="print the table of the file and stop")
     parser.add_argument("--fit", type=Path, metavar="FOLDER", help="write cost.json and the defaults of the file there, print the table")
     o = parser.parse_args(words)
@@ -262,6 +264,7 @@ def main(words: list[str]) -> int:
         sys.exit("torch finds no CUDA device; --table and --fit need none")
     target = target_of("cuda")
     kept = json.loads(o.json.read_text())["rows"] if o.resume and o.json.is_file() else []
+    kept = [row for row in kept if not o.anew or o.anew not in row["problem"]]
     done = {row["problem"] for row in kept}
     todo = [c for c in cases() if o.only in str(c.problem(target)) and str(c.problem(target)) not in done]
     data = {"date": machines.now(), "commit": head(o)[0], "machine": machines.machine(), "versions": machines.versions(),

@@ -132,6 +132,17 @@ def test_rules_of_products_by_what_was_measured(
     assert found is not None and decision.decided_by == "rule" and chosen in found.label and words in found.note, str(decision)
 
 
+@pytest.mark.parametrize("shape, features, chosen", [
+    ((4, 4096, 16, 128), {}, "prefill_sm90"), ((16, 128, 16, 64), {}, "prefill_sm90"), ((4, 100, 16, 128), {}, "prefill_mma"),
+    ((4, 4096, 16, 128), {"window": (511, 0)}, "prefill_mma"), ((4, 4096, 16, 32), {}, "prefill_mma"),
+    ((4, 4096, 16, 128), {"soft_cap": 30.0}, "split_mma"),
+])
+def test_rules_of_our_attention_by_what_was_measured(shape: tuple[int, ...], features: dict[str, object], chosen: str) -> None:
+    select.forget()
+    decision = kernelgen.explain("attention", shape, shape, shape, target=HOPPER, causal=True, dtype="fp16", **features)
+    assert decision.chosen is not None and decision.chosen.label == f"generated attention/{chosen}", str(decision)
+
+
 def test_what_no_row_names_is_behind_everything_but_the_oracle() -> None:
     scores = [r.score for r in RULES if r.backend != "reference"]
     assert max(r.score for r in RULES if r.backend == "reference") < UNNAMED.score < min(scores)

@@ -16,7 +16,8 @@ import torch
 import kernelgen
 from kernelgen.dispatch import measured, select
 from kernelgen.dispatch.timings import Machine, Measurement, Timings, TimingsError
-from kernelgen.targets import target_of
+from kernelgen.kernels.base import families
+from kernelgen.targets import Target, target_of
 
 HERE = target_of("cpu")
 _A, _B = torch.randn(40, 64), torch.randn(64, 96)
@@ -95,6 +96,24 @@ def test_another_release_makes_the_whole_bucket_stale() -> None:
     decision = kernelgen.explain("gemm", _A, _B)
     assert decision.chosen is not None and decision.chosen.backend == "generated" and decision.decided_by == "rule"
     assert "measured with torch 1.0" in decision.basis and "kernelgen tune" in decision.basis
+
+
+def test_a_kernel_that_came_after_what_ships_is_not_kept_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who was measured would always be taken before it. Kernels that do not run the problem are no reason."""
+    hopper = replace(Target.parse("sm_90a"), sm_count=132)
+    q, kv = (16, 1024, 16, 128), (16, 1024, 16, 128)
+    problem = kernelgen.explain("attention", q, kv, kv, target=replace(hopper)).problem
+    kernels = [f.name for f in families("attention", "cuda")]
+    for left_out, counts in (("", True), ("attention/prefill_sm90", False)):
+        rows = tuple(_measurement("generated", name, 90.0) for name in kernels if name != left_out)
+        found = {"another problem": rows, str(measured.bucket(problem)): (_measurement("torch", "cudnn", 80.0),)}
+        text = measured.dumps("attention", Machine("NVIDIA H200", 132, "", "", "", ""), found)
+        monkeypatch.setattr(measured, "_shipped", lambda op, arch, text=text: (("attention.json", text),))
+        select.forget()
+        decision = kernelgen.explain("attention", q, kv, kv, target=replace(hopper))
+        assert (decision.decided_by == "measurement") == counts, str(decision)
+        assert counts or "measured before attention/prefill_sm90 was there: measure anew" in decision.basis
+    select.forget()
 
 
 @pytest.mark.parametrize("spoil", ["cut", "number", "schema", "empty", "not json"])
