@@ -60,8 +60,8 @@ class Row:
 
 # Three blocks of 64 rows on an SM hide each other's beginnings and ends, which are most of a short problem's time under a mask (D 64,
 # causal, TFLOP/s, beside 128 x 128 and 192 x 128 in one block, and cuDNN: 8 x 512 252, 215, 188, 218; 16 x 1k 371, 319, 284, 343;
-# 8 x 2k 391, 341, 368, 358; without a mask 404, 367, 402, 390 at 16 x 1k). Three consumers are the best of D 64 beyond (4k, causal: 450, 399 with two).
-# Wider tiles of keys than 128 were slower in D 128 (176: 401 for 469 at 16 x 1k causal), narrower ones too (96: 423).
+# 8 x 2k 391, 341, 368, 358; without a mask 404, 367, 402, 390 at 16 x 1k). Three consumers are the best of D 64 beyond (4k, causal: 450,
+# 399 with two). Wider tiles of keys than 128 were slower in D 128 (176: 401 for 469 at 16 x 1k causal), narrower ones too (96: 423).
 # D 256, causal: 64 keys 501, 689, 677 and 80 keys 483, 685, 680 at 1k, 4k, 16k; without a mask 654, 699, 726 and 668, 738, 749.
 # H200, bf16, 2026-11-30, tools/bench/results/tried/h200_prefill_sm90_configs.json. Head dims in between were not timed.
 _LARGEST = (Config(2, 128), Config(2, 96))
