@@ -35,8 +35,10 @@ def cudnn_attention(p: Any) -> bool:
 
 
 def _measured_attention(p: Any) -> bool:
-    """The calls for which libraries were measured beside each other: dense and ragged 16-bit ones without gradient."""
-    return p.q_dtype == p.kv_dtype and p.q_dtype in ("bf16", "fp16") and 64 <= p.head_dim == p.head_dim_v <= 256 and not p.requires_grad
+    """The calls for which kernels and libraries were measured beside each other: dense and ragged 16-bit ones, of what may be asked beside
+    that with a window, a soft-cap or the LSE. (With kv_lens a library gets a copy of v.)"""
+    others = p.kv_lens or p.mask or p.block_mask or p.variant or p.alibi or p.sinks or p.requires_grad
+    return not others and p.q_dtype == p.kv_dtype and p.q_dtype in ("bf16", "fp16") and 64 <= p.head_dim == p.head_dim_v <= 256
 
 
 # Where FlashAttention-4 and cuDNN's graphs were the faster ones (H200, 2026-11-30, bf16, tools/bench/results/h200_dispatch.json).
@@ -55,18 +57,18 @@ def long_attention(p: Any) -> bool:
 
 def long_wide_heads(p: Any) -> bool:
     """Where split_mma's items, cut finer than prefill_mma's tiles, were the faster ones though there are tiles for every SM."""
-    plain = not (p.windowed or p.mask or p.block_mask or p.variant or p.alibi or p.batch_invariant)
+    plain = not (p.windowed or p.batch_invariant)
     return _measured_attention(p) and plain and p.layout == "dense" and p.head_dim >= 128 and min(p.seq_q, p.seq_k) >= 2048
 
 
 def whole_tiles(p: Any) -> bool:
     """What prefill_sm90 was measured for: a tile of queries and more, and nothing that makes logits one by one."""
-    plain = not (p.windowed or p.mask or p.block_mask or p.variant or p.alibi or p.soft_cap)
+    plain = not (p.windowed or p.soft_cap or p.batch_invariant)
     return _measured_attention(p) and plain and p.layout == "dense" and min(p.seq_q, p.seq_k) >= 128
 
 
 def many_short_heads(p: Any) -> bool:
-    return (_measured_attention(p) and p.layout == "dense" and p.head_dim in (64, 128) and not (p.windowed or p.mask or p.kv_lens)
+    return (_measured_attention(p) and p.layout == "dense" and p.head_dim in (64, 128) and not p.windowed
             and p.seq_q == p.seq_k and p.seq_q in CUDNN_LENGTHS and p.batch * p.num_q_heads >= CUDNN_HEADS)
 
 
