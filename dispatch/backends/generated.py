@@ -11,7 +11,6 @@ from kernelgen.dispatch.backends.base import Backend, Later, Properties
 from kernelgen.errors import ArtifactMissingError, ToolchainMissing
 from kernelgen.kernels.base import Composition, KernelFamily, Steps, composition, families
 from kernelgen.settings import settings
-from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
 from kernelgen.toolchains import toolchain
 from kernelgen.toolchains.base import PARAMS_ABI
@@ -28,17 +27,18 @@ def _toolchain_problem(name: str, cxx: str | None) -> str:
     return ""
 
 
-def _obtainable(spec: KernelSpec) -> Verdict:
-    """Can this machine compile the spec, or has it a prebuilt artifact? With JIT off the call itself reports a miss."""
+def _obtainable(family: KernelFamily, problem: Any, target: Target, config: Any) -> Verdict:
+    """Can this machine compile the kernel, or has it a prebuilt artifact? With JIT off the call itself reports a miss."""
     if not settings().jit:
         return yes()
-    problem = _toolchain_problem(spec.toolchain, settings().cxx)
-    if not problem:
+    missing = _toolchain_problem(family.toolchain, settings().cxx)
+    if not missing:
         return yes()
+    spec = family.spec(problem, target, config)
     request, _ = build.request_of(spec)
     if build.store().get(request, None, binding_abi=PARAMS_ABI, cuda_major=toolchain(spec.toolchain).cuda_major):
         return yes("prebuilt")
-    return no(problem)
+    return no(missing)
 
 
 _NO_GRADIENT = ("a gradient is asked for, or torch transforms the call: no generated kernel has a backward in this release, and torch does "
@@ -50,7 +50,7 @@ def _first_config(family: KernelFamily, problem: Any, target: Target, live: bool
     config = next(iter(family.candidates(problem, target)), None)
     if config is None:
         return None, no(f"no legal config for {problem} on {target}")
-    return config, _obtainable(family.spec(problem, target, config)) if live else yes()
+    return config, _obtainable(family, problem, target, config) if live else yes()
 
 
 def _compose(made_of: Composition, problem: Any, target: Target, live: bool) -> tuple[Steps | None, Verdict]:
@@ -68,6 +68,9 @@ def _compose(made_of: Composition, problem: Any, target: Target, live: bool) -> 
             reasons = "; ".join(dict.fromkeys(c.verdict.reason for c in decision.candidates if c.backend == "generated"))
             return None, no(f"{name}: {reasons}")
     return Steps(decisions), yes()
+
+
+_PLAIN, _INVARIANT = Properties(), Properties(batch_invariant=True)
 
 
 class Generated(Backend):
@@ -90,7 +93,7 @@ class Generated(Backend):
     def properties(self, problem: Any, kernel: str) -> Properties:
         """Sums run in a fixed order in every kernel. Bits that do not depend on the batch are a matter of the config: a family's verdict
         keeps to configs that have them where they are asked for."""
-        return Properties(batch_invariant=getattr(problem, "batch_invariant", False))
+        return _INVARIANT if getattr(problem, "batch_invariant", False) else _PLAIN
 
     def prepare(self, problem: Any, target: Target, kernel: str, config: Any, tensors: Any) -> Callable[[Any], Any]:
         if isinstance(config, Steps):

@@ -6,6 +6,7 @@ measurements, in docs/design/prefill_sm90.md.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -14,7 +15,7 @@ from typing import Any
 from kernelgen.kernels import counters
 from kernelgen.kernels.attention import mma
 from kernelgen.kernels.attention.mma import HALVES, address, round_up
-from kernelgen.kernels.attention.prefill_mma import MAX_TOKENS, check_factor, supports_unplanned
+from kernelgen.kernels.attention.prefill_mma import check_factor, supports_unplanned
 from kernelgen.kernels.attention.prefill_mma import scalars_of as scalars_of_all
 from kernelgen.kernels.attention.prefill_sm90_configs import TABLE, Config
 from kernelgen.kernels.base import KernelFamily
@@ -43,9 +44,8 @@ ENTRY = "attention_prefill_sm90"
 
 _BOX = 64  # columns of a box: 128 bytes
 _L2_BYTES = 32 << 20  # of keys and values that the tiles under way share
-# Registers of a consumer beside scores, weights and output, and what a consumer has.
-_OTHER_REGISTERS = 32
-_REGISTERS = {1: 240, 2: 240, 3: 160}
+_OTHER_REGISTERS = 32  # of a consumer's thread, beside scores, weights and output
+_SYSTEM_BYTES = 1024  # of shared memory that each block leaves to the system
 
 
 def supports(problem: AttentionProblem, target: Target) -> Verdict:
@@ -83,22 +83,41 @@ def legal(problem: AttentionProblem, target: Target, config: Config) -> Verdict:
     c = config
     shared, registers = shared_memory(problem, c), _registers(problem, c)
     return first_no(
-        (c.consumers in _REGISTERS, f"{c.consumers} consumers: 1 to 3"),
+        (1 <= c.consumers <= 3 and 1 <= c.resident <= 3, f"{c.consumers} consumers, {c.resident} blocks of an SM: 1 to 3"),
         (c.block_k % 16 == 0 and 16 <= c.block_k <= 256, f"block_k {c.block_k} is not a multiple of 16 up to 256"),
         (c.stages >= 2 and c.query_stages in (1, 2), f"{c.stages} stages, at least 2; {c.query_stages} of queries, 1 or 2"),
-        (registers <= _REGISTERS[c.consumers],
-         f"config {c} needs about {registers} registers, a consumer has {_REGISTERS[c.consumers]}"),
-        (shared <= target.shared_memory_per_block, f"config {c} needs {shared} bytes of shared memory, {target} has "
-                                                   f"{target.shared_memory_per_block}"),
+        (registers <= c.registers, f"config {c} needs about {registers} registers, a consumer has {c.registers}"),
+        (c.resident * (shared + _SYSTEM_BYTES) <= target.shared_memory_per_block + _SYSTEM_BYTES,
+         f"config {c} needs {shared} bytes of shared memory, {c.resident} times; {target} has {target.shared_memory_per_block}"),
     )
+
+
+def _keys(problem: AttentionProblem) -> int | None:
+    """Keys of a request, of ragged ones the mean; None where a batch-invariant call may not look at what the batch decides."""
+    if problem.layout == "dense":
+        return problem.seq_k
+    return None if problem.batch_invariant else problem.seq_k // max(problem.batch, 1)
 
 
 def candidates(problem: AttentionProblem, target: Target) -> Iterator[Config]:
     """Legal configs, best guess first."""
-    widest = max(problem.head_dim, problem.head_dim_v)
-    masked = problem.causal or problem.windowed or problem.mask is not None or problem.variant is not None
-    row = next(((hidden, whole) for limit, hidden, whole in TABLE if widest <= limit), ((), ()))
-    return (c for c in row[0 if masked else 1] if legal(problem, target, c))
+    p, keys = problem, _keys(problem)
+    widest = max(p.head_dim, p.head_dim_v)
+    masked = bool(p.causal or p.windowed or p.mask or p.variant)
+    rows = (row for row in TABLE if widest <= row.head_dim and row.masked == masked)
+    fitting = next((row for row in rows if row.keys is None or (keys is not None and keys <= row.keys)), None)
+    return (c for c in (fitting.configs if fitting else ()) if legal(p, target, c))
+
+
+def grid(problem: AttentionProblem, target: Target) -> Iterator[Config]:
+    """What a search looks at beside the candidates: every tile and schedule that is legal, with as many stages as fit."""
+    for consumers, resident in ((1, 1), (1, 2), (1, 3), (2, 1), (3, 1)):
+        for block_k in range(48, 257, 16):
+            for pingpong, over, query_stages in itertools.product((True, False) if consumers > 1 else (False,), (False, True), (1, 2)):
+                found = (Config(consumers, block_k, stages, pingpong, over, query_stages, resident) for stages in (4, 3, 2))
+                config = next((c for c in found if legal(problem, target, c)), None)
+                if config:
+                    yield config
 
 
 def spec(problem: AttentionProblem, target: Target, config: Config) -> KernelSpec:
@@ -107,7 +126,7 @@ def spec(problem: AttentionProblem, target: Target, config: Config) -> KernelSpe
     tile = mma.Config(c.block_q, c.block_k, 4 * c.consumers, c.stages)
     parameters = mma.options(
         p, tile, ragged=p.layout == "ragged", kv_lens=p.kv_lens, out_element=p.out_dtype, shared_memory=shared_memory(p, c),
-        pingpong=c.pingpong, out_over_query=c.out_over_query, query_stages=c.query_stages,
+        pingpong=c.pingpong, out_over_query=c.out_over_query, query_stages=c.query_stages, resident=c.resident,
         mma_columns=" ".join(str(n) for n in sorted({c.block_k, round_up(p.head_dim_v, 16)})))
     words = mma.words_of(parameters, tile)[:-len(str(tile).split())]
     return KernelSpec.make(
@@ -147,7 +166,7 @@ def bind(problem: AttentionProblem, config: Config, kernel: Any, tensors: Attent
     check_factor(p, t)
     boxes = [("q", t.q, 64), ("k", t.k, c.block_k), ("v", t.v, c.block_k)] + ([("out", t.out, 64)] if p.layout == "dense" else [])
     maps = [head_map(f"map_{name}", name, x, (_BOX, rows)) for name, x, rows in boxes]
-    blocks = min(_tiles(p, c)[1], target_of(t.q.device).sm_count or 1)
+    blocks = min(_tiles(p, c)[1], (target_of(t.q.device).sm_count or 1) * c.resident)
     launch = kernel.prepare(device, grid=(blocks, 1, 1), block=(c.threads, 1, 1), programmatic=True, shared_memory=shared_memory(p, c),
                             tensor_maps=maps)
     tail, blank = PARAMS.pack_scalars(scalars_of(p, c, t)), bytes(128 * len(PARAMS.tensor_maps))
@@ -194,5 +213,5 @@ def coverage() -> Iterable[tuple[AttentionProblem, Config | None]]:
 
 FAMILY = KernelFamily(
     name="attention/prefill_sm90", op="attention", target_kind="cuda", toolchain="nvrtc", supports=supports,
-    candidates=candidates, legal=legal, spec=spec, bind=bind, coverage=coverage, capabilities=(90,),
+    candidates=candidates, legal=legal, spec=spec, bind=bind, coverage=coverage, capabilities=(90,), grid=grid,
 )

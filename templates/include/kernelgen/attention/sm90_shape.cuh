@@ -3,6 +3,7 @@
 // Beside what AttentionShape has (kBlockQ = 64 rows of each consumer, kWarps = 4 of each), `Options` says
 //   kPingpong      consumers take turns in multiplying
 //   kOutOverQuery  results leave through the queries' memory: there is no room for both
+//   kResident      blocks of an SM: prologue and epilogue of one lie under the products of another
 //   kQueryStages   2: the next row tile's queries come while this one's are in use, and its first scores are made beside this one's last product
 #pragma once
 
@@ -59,8 +60,10 @@ struct Sm90Shape : AttentionShape<Options> {
   static constexpr int kSharedBytes = round_up(kFlagsAt + kStages * 4 * 4, 128);
 
   // A warpgroup begins with what a launch of kThreads gives each; the copying one leaves most of it to the others.
-  static constexpr int kProducerRegisters = kConsumers == 1 ? 56 : kConsumers == 2 ? 24 : 32;
-  static constexpr int kConsumerRegisters = kConsumers == 1 ? 240 : kConsumers == 2 ? 240 : 160;
+  static constexpr int kLaunchRegisters = 65536 / (kThreads * Options::kResident) / 8 * 8;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
+  static constexpr int kConsumerRegisters =
+      min_of(240, (min_of(kLaunchRegisters, 240) * (kConsumers + 1) - kProducerRegisters) / kConsumers / 8 * 8);
 
   static constexpr int kDepthSteps = Base::kDepth / 16;
   static constexpr int kKeySteps = kBlockK / 16;
