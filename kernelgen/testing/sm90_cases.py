@@ -1,4 +1,4 @@
-"""Small products for compute-sanitizer: one of each kind of Hopper kernel and of each path within, config by config.
+"""Small calls for compute-sanitizer: one of each kind of Hopper kernel and of each path within, config by config.
 
 Each runs twice into poisoned outputs and is compared with the float64 reference, under a sanitizer too (``tools/gpu/check.py``): that
 leaves the kernels of torch alone.
@@ -17,19 +17,24 @@ import kernelgen
 from kernelgen import build
 from kernelgen import reference as ref
 from kernelgen.dispatch import select
+from kernelgen.kernels.attention import prefill_sm90
+from kernelgen.kernels.attention.prefill_sm90_configs import Config as Prefill
 from kernelgen.kernels.gemm import dense_sm90, grouped_mixed_sm90, grouped_sm90, mixed_sm90, packed_skinny, packed_sm90, skinny_sm90
 from kernelgen.kernels.gemm.dense_sm90 import Config
 from kernelgen.kernels.gemm.mixed_sm90 import Config as Mixed
 from kernelgen.kernels.gemm.skinny_sm90 import Config as Skinny
 from kernelgen.kernels.moe import layer as moe_layer
 from kernelgen.kernels.moe.small_cuda import Config as Small
+from kernelgen.problems.attention import AttentionProblem
+from kernelgen.reference.plain import attention_plain, attention_varlen_plain
 from kernelgen.targets import target_of
-from kernelgen.testing.data import random_tensor
+from kernelgen.tensors import AttentionTensors
+from kernelgen.testing.data import cu_seqlens, poisoned_empty, random_tensor, random_tensors
 from kernelgen.testing.grouped_products import Grouped, run_grouped
 from kernelgen.testing.mma_products import Product, run_product
 from kernelgen.testing.moe_layer import check_added, layer, pack_experts, quantize_experts
 from kernelgen.testing.moe_small import bound, check_small
-from kernelgen.testing.tolerance import assert_bits_equal
+from kernelgen.testing.tolerance import assert_attention_close, assert_bits_equal
 
 # name -> (family, product, config): odd sizes, more than one tile in each direction, K with a tail.
 PRODUCTS: dict[str, tuple[Any, Product, Any]] = {
@@ -69,6 +74,16 @@ _GROUPED: dict[str, tuple[Grouped, Any]] = {
     "grouped-dealt-turns": (Grouped("masked", (70, 0, 5, 130) * 8, Product(264, 1360, 200, "bf16"), spare=3),
                             Config(2, 2, 128, 5, pingpong=True, dealt=True)),
 }
+# name -> (config, head dims, lengths of queries and of keys, causal); several requests are a ragged batch, one is two dense ones.
+PREFILL: dict[str, tuple[Prefill, tuple[int, int], tuple[int, ...], tuple[int, ...], bool]] = {
+    "prefill-causal": (Prefill(2, 128), (128, 128), (300,), (340,), True),
+    "prefill-ragged": (Prefill(2, 96), (96, 96), (70, 0, 1, 200), (90, 40, 300, 0), True),
+    "prefill-ragged-over-queries": (Prefill(2, 80, out_over_query=True), (192, 128), (70, 0, 1, 200), (90, 40, 300, 77), False),
+    "prefill-full": (Prefill(2, 64, out_over_query=True), (256, 256), (131,), (201,), False),
+    "prefill-narrow": (Prefill(1, 64, 3, resident=3), (72, 40), (131,), (201,), True),
+    "prefill-three-consumers": (Prefill(3, 128), (64, 64), (300,), (333,), True),
+    "prefill-query-stages": (Prefill(2, 64, query_stages=2), (64, 64), (300,), (333,), True),
+}
 
 
 def _product(family: Any, case: Product, config: Any) -> None:
@@ -105,9 +120,32 @@ def _layer(tokens: int) -> dict[str, Any]:
     return layer(tokens, 16, 4, 256, 128, device="cuda", seed=tokens)
 
 
+def _prefill(config: Prefill, dims: tuple[int, int], q_lens: tuple[int, ...], k_lens: tuple[int, ...], causal: bool) -> None:
+    """Two heads for each of keys; a NaN and an inf among the values, which under a mask some rows must not see."""
+    ragged, (d, dv) = len(q_lens) > 1, dims
+    (tq, tk), lead = (sum(q_lens), sum(k_lens)), () if ragged else (2,)
+    cpu = random_tensors([(*lead, tq, 4, d), (*lead, tk, 2, d), (*lead, tk, 2, dv)], torch.bfloat16, seed=tq)
+    cpu[2][..., -1, 0, 3], cpu[2][..., tk // 2, 1, 5] = float("nan"), float("inf")
+    lengths = (cu_seqlens(q_lens), cu_seqlens(k_lens)) if ragged else ()
+    problem = AttentionProblem("ragged" if ragged else "dense", len(q_lens) if ragged else 2, tq, tk, 4, 2, d, dv, "bf16", "bf16", "bf16",
+                               causal=causal)
+    q, k, v, *there = (x.cuda() for x in (*cpu, *lengths))
+    spec = prefill_sm90.spec(problem, target_of("cuda"), config)
+    outs = [poisoned_empty((*q.shape[:-1], dv), torch.bfloat16, "cuda") for _ in range(2)]
+    calls = [AttentionTensors(q, k, v, out, None, d**-0.5, *there) for out in outs]
+    run = prefill_sm90.bind(problem, config, build.kernel(spec), calls[0])
+    for call in calls:
+        run(call)
+    exact = (ref.attention_varlen if ragged else ref.attention)(*cpu, *lengths, causal=causal)
+    plain = (attention_varlen_plain if ragged else attention_plain)(*cpu, *lengths, causal=causal)
+    assert_attention_close(outs[0].cpu(), exact, plain, what=spec.name)
+    assert_bits_equal(outs[1].cpu(), outs[0].cpu(), what=f"{spec.name}, second run")
+
+
 CASES: dict[str, Callable[[], None]] = {
     **{name: partial(_product, *case) for name, case in PRODUCTS.items()},
     **{name: partial(_grouped, *case) for name, case in _GROUPED.items()},
+    **{name: partial(_prefill, *case) for name, case in PREFILL.items()},
     "quantize-rows": partial(_quantize, "row"),
     "quantize-blocks": partial(_quantize, "block_1x128"),
     "quantize-squares": partial(_quantize, "block_128x128"),

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A small set of kernel calls for compute-sanitizer: odd sizes, every op, each a different path of its kernel.
 
-On a Hopper GPU also the products of kernelgen/testing/sm90_cases. Under a sanitizer the numbers are compared as well, as
+On a Hopper GPU also the calls of kernelgen/testing/sm90_cases. Under a sanitizer the numbers are compared as well, as
 check.py has it leave torch's kernels alone; ``--no-check`` is for one that cannot.
 """
 

@@ -29,6 +29,7 @@ from kernelgen.problems.attention import AttentionProblem
 from kernelgen.settings import settings
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
+from kernelgen.testing import sm90_cases
 from kernelgen.testing.planned_cases import RelativeBias, Weights
 from kernelgen.testing.resources import compiled, covered, measured
 
@@ -122,6 +123,14 @@ def test_every_head_dim_has_a_config() -> None:
             problem = replace(BASE, head_dim=d, head_dim_v=dv, causal=causal)
             assert prefill_sm90.supports(problem, H200)
             assert next(prefill_sm90.candidates(problem, H200), None) is not None, f"no config for head dims {d}/{dv}"
+
+
+def test_sanitizer_cases_are_legal() -> None:
+    for name, (config, (d, dv), q_lens, k_lens, causal) in sm90_cases.PREFILL.items():
+        layout = "dense" if len(q_lens) == 1 else "ragged"
+        problem = replace(BASE, layout=layout, head_dim=d, head_dim_v=dv, seq_q=sum(q_lens), seq_k=sum(k_lens), causal=causal)
+        for verdict in (prefill_sm90.supports(problem, H200), prefill_sm90.legal(problem, H200, config)):
+            assert verdict, f"{name}: {verdict}"
 
 
 def test_one_spec_for_all_lengths_batches_and_head_counts() -> None:
