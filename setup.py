@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -41,10 +42,16 @@ def build_launcher(target: Path) -> bool:
     return True
 
 
+def without_comments(path: str, text: str) -> str:
+    """As kernelgen/render.py reads templates: nothing here may import the package. tests/cpu/test_import.py compares the two."""
+    return text if path.endswith((".py", ".py.jinja")) else re.sub(r"^[ \t]*//(?:(?!\{[{%#]).)*$", "", text, flags=re.MULTILINE)
+
+
 def pack_templates(folder: Path) -> None:
     """All templates as one compressed file, in place of their folder: half of what they take in a wheel one by one, which has 1 MB.
     kernelgen/render.py reads it."""
-    texts = {path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*")) if path.is_file()}
+    names = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    texts = {name: without_comments(name, path.read_text(encoding="utf-8")) for name, path in names.items()}
     folder.with_name("templates.json.bz2").write_bytes(bz2.compress(json.dumps(texts, ensure_ascii=False).encode()))
     shutil.rmtree(folder)
 
