@@ -80,10 +80,10 @@ inline std::vector<Box> boxes;  // of the copy engine, that land when their barr
 // Lanes of a warp that passed a wait for an mbarrier, and when.
 struct Passed {
   uint32_t parity = 0, lanes = 0;
-  unsigned round = 0;
+  unsigned round = 0;  // of the warp
 };
 inline std::unordered_map<uint64_t, Passed> passed;  // by warp and barrier
-inline unsigned rounds = 1000;                       // of the scheduler
+inline std::vector<unsigned> warp_rounds;            // of the scheduler in which a warp ran
 inline int block_threads, cluster_blocks;
 inline Fiber* current = nullptr;
 inline void* scheduler_stack_pointer = nullptr;
@@ -253,6 +253,7 @@ inline void run_cluster(Dim3 first, int blocks, int threads) {
   cluster_barrier = Barrier{0, 0, all};
   for (Barrier& barrier : named_barriers) barrier = Barrier{};
   passed.clear();
+  warp_rounds.assign(warps, 1000);
   std::memset(cluster_shared, 0xff, static_cast<size_t>(blocks) * kSharedBytes);  // NaN in every type
   std::vector<int> queue(all);
   for (int i = 0; i < all; ++i) {
@@ -277,10 +278,12 @@ inline void run_cluster(Dim3 first, int blocks, int threads) {
   }
   std::vector<int> asleep(warps, 0);  // rounds that a warp still does not run
   while (!queue.empty()) {
-    ++rounds;
     std::shuffle(queue.begin(), queue.end(), order);
     if (stalls && order() % 16 == 0) asleep[order() % warps] = order() % 500;
-    for (int& left : asleep) left = std::max(left - 1, 0);
+    for (int w = 0; w < warps; ++w) {
+      asleep[w] = std::max(asleep[w] - 1, 0);
+      warp_rounds[w] += asleep[w] == 0;
+    }
     for (int i : queue) {
       if (asleep[i / threads * ((threads + 31) / 32) + i % threads / 32] > 0) continue;
       current = &fibers[i];

@@ -47,12 +47,13 @@ inline void barrier_arrive_expect(uint32_t barrier, uint32_t bytes) { emulated_a
 // passes with them, though what they did since may have ended a further phase.
 inline bool emulated_passes(uint32_t barrier, uint32_t parity) {
   constexpr unsigned kShortly = 4;  // rounds of the scheduler
+  const unsigned round = emulator::warp_rounds[emulator::warp()];
   emulator::land_boxes(barrier);
   emulator::Passed& others = emulator::passed[static_cast<uint64_t>(emulator::warp()) << 32 | barrier];
   const uint32_t lane = 1u << emulator::thread() % 32;
-  const bool follows = others.parity == parity && (others.lanes & lane) == 0 && emulator::rounds - others.round <= kShortly;
+  const bool follows = others.parity == parity && (others.lanes & lane) == 0 && round - others.round <= kShortly;
   if (emulated_barrier(barrier).parity == parity && !follows) return false;
-  if (!follows) others = {parity, 0, emulator::rounds};
+  if (!follows) others = {parity, 0, round};
   others.lanes |= lane;
   return true;
 }
