@@ -1,8 +1,8 @@
 """CUDA kernels on the CPU: the real templates over headers that stand in for the instructions of one chip.
 
-What lies under templates/include/kernelgen/cuda is replaced by the files beside this one (cp.async, ldmatrix, mma, shuffles,
-barriers between fibers, shared memory of a cluster); attention's own headers are compiled as they are. Slow, and blind to registers
-and timing, but it sees indices, barriers and waits.
+What lies under templates/include/kernelgen/cuda and sm90 is replaced by the files beside this one (cp.async, ldmatrix, mma, shuffles,
+barriers between fibers, the copy engine, products of warpgroups, shared memory of a cluster); the kernels' own headers are compiled as
+they are. Slow, and blind to registers and timing, but it sees indices, barriers and waits.
 """
 
 from __future__ import annotations
