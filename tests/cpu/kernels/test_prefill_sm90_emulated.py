@@ -184,6 +184,11 @@ def nonfinite(*values: float) -> Change:
     return change
 
 
+def infinite_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Logits of inf, whose rows are NaN, and of -inf, whose keys weigh nothing, by the signs of the queries."""
+    k[:, 60, :, 7], k[:, 20, :, 9] = INF, -INF
+
+
 # Natural logits by tile of 32 keys from the left, which are walked from the right: 2^17 and 2^86 times the weights of the first tile, then
 # more than 2^128 times those before, less, and more again.
 STEPS = (251.0, 640.0, 250.0, 60.0, 12.0, 0.0)
@@ -201,6 +206,7 @@ CHANGES: dict[str, tuple[Case, Change]] = {
     "NaN": (CAUSAL, nonfinite(NAN)),
     "inf": (CAUSAL, nonfinite(INF)),
     "all": (STAGES, nonfinite(NAN, INF, -INF)),
+    "infinite keys": (CAUSAL, infinite_keys),
     "growing": (CAUSAL, growing),
     "growing, rows without keys": (replace(CAUSAL, q_lens=(200,), k_lens=(170,)), growing),
     "growing fp16": (replace(STAGES, kv_lens=(120, 100, 120)), growing),
