@@ -260,8 +260,9 @@ def prepare(problem: Any, target: Target, backend: str, tensors: Any, planned: A
     if chosen.backend == "generated":
         check_addresses(problem.op, tensors)
     logger.debug("%s on %s: %s", problem, target, chosen.label)
-    if chosen.backend not in aside.WRAPPED:
-        return decision, backends()[chosen.backend].prepare(problem, target, chosen.kernel, chosen.config, tensors)
+    adapter, own = backends()[chosen.backend], chosen.backend not in aside.WRAPPED
+    if own and not adapter.traced(problem, target, chosen.kernel):
+        return decision, adapter.prepare(problem, target, chosen.kernel, chosen.config, tensors)
 
     def set_aside(failed: Exception) -> None:
         """Raises where no other may take the call."""
@@ -272,6 +273,8 @@ def prepare(problem: Any, target: Target, backend: str, tensors: Any, planned: A
             reconsider(planned)
             forget_calls()  # plans' decisions are remembered, too
         if not auto:
+            if own:
+                raise failed
             raise aside.backend_error(chosen, problem, failed, planned is not None) from failed
         aside.put(problem, chosen, failed)
         reconsider(problem)
@@ -280,12 +283,13 @@ def prepare(problem: Any, target: Target, backend: str, tensors: Any, planned: A
         set_aside(failed)
         return prepare(problem, target, backend, tensors)[1]
 
+    failures = aside.OWN_FAILURES if own else aside.FAILURES
     try:
-        run = backends()[chosen.backend].prepare(problem, target, chosen.kernel, chosen.config, tensors)
-    except aside.FAILURES as error:
+        run = adapter.prepare(problem, target, chosen.kernel, chosen.config, tensors)
+    except failures as error:
         set_aside(error)
         return prepare(problem, target, backend, tensors)
-    return decision, aside.FirstUse(run, again)
+    return decision, run if own else aside.FirstUse(run, again)
 
 
 def with_predictions(decision: Decision) -> Decision:

@@ -17,6 +17,8 @@ from kernelgen.toolchains import toolchain
 from kernelgen.toolchains.base import PARAMS_ABI
 from kernelgen.verdicts import Verdict, no, yes
 
+_TRACING = ("cutedsl", "triton")  # toolchains whose sources are Python, traced by their compiler
+
 
 @cache
 def _toolchain_problem(name: str, cxx: str | None) -> str:
@@ -91,6 +93,9 @@ class Generated(Backend):
         """Sums run in a fixed order in every kernel. Bits that do not depend on the batch are a matter of the config: a family's verdict
         keeps to configs that have them where they are asked for."""
         return Properties(batch_invariant=getattr(problem, "batch_invariant", False))
+
+    def traced(self, problem: Any, target: Target, kernel: str) -> bool:
+        return any(f.name == kernel and f.toolchain in _TRACING for f in families(problem.op, target.kind))
 
     def prepare(self, problem: Any, target: Target, kernel: str, config: Any, tensors: Any) -> Callable[[Any], Any]:
         if isinstance(config, Steps):
