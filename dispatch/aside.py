@@ -13,7 +13,7 @@ logger = logging.getLogger("kernelgen")
 
 # Backends that are other people's code. Ours raise their own errors, which are faults to be seen, not to be worked around; but for kernels
 # in Python, whose compilers trace them and change with every release of theirs.
-WRAPPED = frozenset({"torch", "cudnn", "cublaslt", "flash_attn_2", "flash_attn_3", "flash_attn_4", "flashinfer", "triton"})
+WRAPPED = frozenset({"torch", "cudnn", "cublaslt", "flash_attn_2", "flash_attn_3", "flash_attn_4", "flashinfer"})
 # What libraries raise for what they cannot do. Out of memory is the caller's to see, whatever it is called: see ``out_of_memory``.
 FAILURES = (RuntimeError, ImportError, NotImplementedError, ValueError, TypeError, AssertionError, AttributeError, OSError, KeyError,
             CompileError, LaunchError, ToolchainMissing)

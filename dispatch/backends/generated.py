@@ -35,12 +35,13 @@ def _obtainable(spec: KernelSpec) -> Verdict:
     if not settings().jit:
         return yes()
     problem = _toolchain_problem(spec.toolchain, settings().cxx)
-    if not problem:
-        return yes()
+    return no(problem) if problem and not is_built(spec) else yes("prebuilt" if problem else "")
+
+
+def is_built(spec: KernelSpec) -> bool:
+    """Has the cache an artifact of the spec, whichever compiler made it?"""
     request, _ = build.request_of(spec)
-    if build.store().get(request, None, binding_abi=PARAMS_ABI, cuda_major=toolchain(spec.toolchain).cuda_major):
-        return yes("prebuilt")
-    return no(problem)
+    return build.store().get(request, None, binding_abi=PARAMS_ABI, cuda_major=toolchain(spec.toolchain).cuda_major) is not None
 
 
 _NO_GRADIENT = ("a gradient is asked for, or torch transforms the call: no generated kernel has a backward in this release, and torch does "
@@ -115,19 +116,23 @@ class Generated(Backend):
                 chosen = [(d.problem, target, d.chosen.kernel, d.chosen.config) for d in decisions.values() if d.chosen is not None]
                 # All that are missing, so that one command is enough.
                 raise error.with_command(prebuild_command_of(step for step in chosen if _is_missing(*step))) from None
-        family = _family(problem.op, target, kernel)
-        path = settings().record
-        if path is not None:
-            from kernelgen.aot.manifest import record
+        return prepare_family(_family(problem.op, target, kernel), problem, target, config, tensors)
 
-            record(path, problem, target, kernel, config)
-        try:
-            loaded = build.kernel(family.spec(problem, target, config))
-        except ArtifactMissingError as error:
-            from kernelgen.aot.manifest import prebuild_command
 
-            raise error.with_command(prebuild_command(problem, target, kernel, config)) from None
-        return family.bind(problem, config, loaded, tensors)
+def prepare_family(family: KernelFamily, problem: Any, target: Target, config: Any, tensors: Any) -> Callable[[Any], Any]:
+    """The kernel of a family, loaded or built, and bound to the tensors of a call."""
+    path = settings().record
+    if path is not None:
+        from kernelgen.aot.manifest import record
+
+        record(path, problem, target, family.name, config)
+    try:
+        loaded = build.kernel(family.spec(problem, target, config))
+    except ArtifactMissingError as error:
+        from kernelgen.aot.manifest import prebuild_command
+
+        raise error.with_command(prebuild_command(problem, target, family.name, config)) from None
+    return family.bind(problem, config, loaded, tensors)
 
 
 def _is_missing(problem: Any, target: Target, kernel: str, config: Any) -> bool:

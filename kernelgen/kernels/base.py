@@ -131,10 +131,24 @@ _MODULES: dict[str, tuple[str, ...]] = {
 }
 
 
-def families(op: str, target_kind: str | None = None) -> list[KernelFamily]:
-    """The generated kernels of an op, in registry order. Modules of the other kind are not imported: it is part of a first call."""
+# op -> (module, name) of the family that dispatch's backend "triton" has for it: portable, behind everything that is written for a GPU.
+_TRITON = {"gemm": ("gemm.product_triton", "FAMILY"), "grouped_gemm": ("gemm.product_triton", "GROUPED")}
+OURS = ("generated", "triton")  # backends whose kernels are families of ours
+
+
+def families(op: str, target_kind: str | None = None, backend: str = "generated") -> list[KernelFamily]:
+    """The kernels of an op that a backend of OURS has, in registry order. Modules of the other kind are not imported: it is part of a
+    first call."""
+    if backend == "triton":
+        module, name = _TRITON.get(op, ("", ""))
+        return [getattr(import_module(f"kernelgen.kernels.{module}"), name)] if module and target_kind != "cpu" else []
     modules = (m for m in _MODULES.get(op, ()) if target_kind is None or m.endswith("_cpu") == (target_kind == "cpu"))
     return [import_module(f"kernelgen.kernels.{module}").FAMILY for module in modules]
+
+
+def family_of(op: str, target_kind: str, name: str) -> KernelFamily | None:
+    """The kernel of that name, whichever backend it belongs to; None where there is none (a composition, a library's way)."""
+    return next((f for backend in OURS for f in families(op, target_kind, backend) if f.name == name), None)
 
 
 def division_of(decision: Decision) -> Division | None:
@@ -147,4 +161,4 @@ def division_of(decision: Decision) -> Division | None:
 
 
 def all_families() -> list[KernelFamily]:
-    return [family for op in _MODULES for family in families(op)]
+    return [family for op in _MODULES for backend in OURS for family in families(op, None, backend)]
