@@ -119,7 +119,7 @@ class Rows:
             if verdict and not (honoured := promised.honour(p)):
                 verdict = honoured
             if verdict and live and (reason := aside.reason(p, adapter.name, kernel)):
-                verdict = no(reason)
+                config, verdict = None, no(reason)  # a config that is found later would come with a verdict of its own
             note = rule.note
             if self._leaky and not promised.hides_nonfinite:
                 note = f"{self._leaky}; {note}"

@@ -32,8 +32,7 @@ OK cuLaunchKernelEx(const Config* c, void*, void** a, void**) {
   std::memcpy(&s, a[3], 4);
   std::memcpy(&hidden[0], a[4], 8);
   std::memcpy(&hidden[1], a[5], 8);
-  std::printf("%u %u %u %llu %llu %d %g %llu %llu\n", c->grid[0], c->block[0], c->shared, (unsigned long long)p[0], (unsigned long long)p[1],
-              n, s, (unsigned long long)hidden[0], (unsigned long long)hidden[1]);
+  std::printf("%u %u %u %lu %lu %d %g %lu %lu\n", c->grid[0], c->block[0], c->shared, p[0], p[1], n, s, hidden[0], hidden[1]);
   std::fflush(stdout);
   return 0;
 }
