@@ -115,7 +115,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "attention": ("attention.prefill_cpu", "attention.split_cpu", "attention.prefill_mma", "attention.split_mma"),
     "append": ("cache.append_cpu", "cache.append_cuda"),
     "gemm": ("gemm.gemm_cpu", "gemm.skinny_sm90", "gemm.dense_sm90", "gemm.packed_sm90", "gemm.mixed_sm90",
-             "gemm.packed_skinny", "gemm.gemm_mma"),
+             "gemm.packed_skinny", "gemm.gemm_mma", "gemm.dense_sm90_cute"),
     "grouped_gemm": ("gemm.grouped_gemm_cpu", "gemm.grouped_sm90", "gemm.grouped_mixed_sm90", "gemm.grouped_gemm_mma"),
     "paged_attention": ("attention.paged_cpu", "attention.paged_mma"),
     "merge_states": ("attention.merge_states_cpu", "attention.merge_states_cuda"),
