@@ -115,21 +115,19 @@ class CuteDsl(Toolchain):
 
     def flags(self, target: Target) -> tuple[str, ...]:
         level, _ = _HOST_LEVELS.get(platform.machine(), ("native", ()))
-        return ("--enable-tvm-ffi", "--gpu-arch", target.arch, "--kernelgen-host", level)
+        return (f"--gpu-architecture={target.arch}", f"--host-level={level}", "--enable-tvm-ffi")
 
     def compile(self, source: Source, request: Request, folder: Path) -> BuildOutput:
         what = f"{request.name} for {request.target} (cutedsl)"
-        options = list(request.flags)
-        at = options.index("--kernelgen-host")
-        _, features = _HOST_LEVELS.get(platform.machine(), ("native", ()))
-        level = options[at + 1]
-        del options[at:at + 2]
+        level, features = _HOST_LEVELS.get(platform.machine(), ("", ()))
+        own = ("--gpu-architecture=", "--host-level=")  # what the DSL calls otherwise, or does not have
+        options = [*(flag for flag in request.flags if not flag.startswith(own)), "--gpu-arch", request.target]
         dumps = folder / "dumps"
         dumps.mkdir()
         packages = next(str(root / "dsl_packages") for root in roots() if (root / "dsl_packages").is_dir())
         found = compile_in_child(
             "cutedsl_worker", {"arch": request.target, "options": shlex.join([*options, "--keep-cubin", "--dump-dir", "dumps"]),
-                               "host_cpu": level if features else "", "host_features": features},
+                               "host_cpu": level, "host_features": features},
             folder=folder, source=source, what=what, path=(packages,), hidden=_HIDDEN,
             environment={"CUTE_DSL_DISABLE_FILE_CACHING": "1", "CUTE_DSL_CACHE_DIR": str(dumps)})
         shutil.rmtree(dumps)

@@ -46,7 +46,7 @@ class Triton(Toolchain):
 
     def flags(self, target: Target) -> tuple[str, ...]:
         """Contraction of a * b + c is said by name, as its default differs between compilers."""
-        return (f"--arch={target.arch}", "--fp-fusion=on")
+        return (f"--gpu-architecture={target.arch}", "--fp-fusion=on")
 
     def compile(self, source: Source, request: Request, folder: Path) -> BuildOutput:
         capability = Target.parse(request.target).capability

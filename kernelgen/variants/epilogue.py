@@ -127,8 +127,8 @@ def _text(e: Expression, names: Mapping[Expression, str]) -> str:
     if e.op == "cast":
         return _in(e.operands[0], names, _kind(e))
     if e.op == "where":
-        condition, *values = e.operands
-        return f"functions.where({', '.join((_in(condition, names, 'Boolean'), *(_in(v, names, _kind(e)) for v in values)))})"
+        condition, *chosen = e.operands
+        return f"functions.where({', '.join((_in(condition, names, 'Boolean'), *(_in(v, names, _kind(e)) for v in chosen)))})"
     # Comparisons take the type of their operands, all else that of the result.
     of_floats = any(o.dtype in FLOATS for o in e.operands)
     wanted = ("Float32" if of_floats else "Int32") if e.dtype == BOOL and e.op not in ("and", "or", "not") else _kind(e)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
 from kernelgen.kernels.gemm.mma import RESERVED_SHARED_MEMORY
 from kernelgen.kernels.gemm.sm90 import MMA_ROWS, ROW_BYTES, round_up, supports_common
@@ -104,7 +103,8 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
 _CONFIGS = (
     Config(1, 2, 256, 4), Config(1, 2, 256, 4, cluster_m=2), Config(2, 2, 128, 4), Config(2, 2, 128, 4, cluster_m=2),
     Config(2, 2, 128, 5, pingpong=True), Config(2, 2, 128, 5, cluster_m=2, pingpong=True), Config(1, 2, 256, 4, pingpong=True, slabs=1),
-    Config(1, 2, 192, 5, pingpong=True), Config(1, 2, 128, 6), Config(1, 2, 128, 6, pingpong=True), Config(1, 1, 128, 8), Config(1, 1, 64, 8),
+    Config(1, 2, 192, 5, pingpong=True), Config(1, 2, 128, 6), Config(1, 2, 128, 6, pingpong=True), Config(1, 1, 128, 8),
+    Config(1, 1, 64, 8),
 )
 
 
@@ -146,8 +146,8 @@ def spec(problem: GemmProblem, target: Target, config: Config, epilogue: TracedE
         "batched_b": p.batched_b, "epilogue": e.code, "extra": tuple(zip(e.names, e.declarations)), "stand_ins": e.stand_ins,
         "given": "".join(f", extra_{name}" for name in e.names),
     }
-    words = ["gemm_dense_sm90_cute", p.a_dtype, p.out_dtype, "batched" if p.batched_b else "", f"e{e.digest}" if e.result.op != "score" else "",
-             *str(c).split()]
+    words = ["gemm_dense_sm90_cute", p.a_dtype, p.out_dtype, "batched" if p.batched_b else "",
+             f"e{e.digest}" if e.result.op != "score" else "", *str(c).split()]
     return KernelSpec.make("_".join(w for w in words if w), "gemm/dense_sm90_cute.py.jinja", "cutedsl", parameters, params=ParamStruct(()),
                            params_type="", entries=("gemm",), target=target)
 
