@@ -154,6 +154,7 @@ RULES: tuple[Rule, ...] = (
          "(reasoned, unmeasured)", target_kind="cuda", kernel="attention/split_mma", fits=_few_tiles),
     Rule("attention", "generated", 55, "for calls whose tiles leave SMs idle, or that are a decode: this one is neither",
          target_kind="cuda", kernel="attention/split_mma"),
+    Rule("attention", "generated", 50, "TMA and WGMMA: not measured yet", target_kind="cuda", kernel="attention/prefill_sm90"),
     Rule("attention", "generated", 65, "long keys and fewer tasks of prefill_cpu than threads: split_cpu gives those keys, too",
          target_kind="cpu", kernel="attention/split_cpu", fits=_few_tasks),
     Rule("attention", "generated", 55, "for calls whose tasks leave threads idle: this one has enough", target_kind="cpu",

@@ -25,3 +25,16 @@ def tensor_map(
     batch_bytes = t.stride(0) * size if batch > 1 else stride * rows
     return TensorMapRecipe(field, pointer, _DATA_TYPES[t.dtype], (columns, rows, batch), (stride, batch_bytes), (*box, 1),
                            _SWIZZLES[row_bytes if swizzled else 0])
+
+
+def head_map(field: str, pointer: str, t: torch.Tensor, box: tuple[int, int]) -> TensorMapRecipe:
+    """For attention's (B, S, H, D), or (T, H, D) of ragged batches, with contiguous columns: coordinates are (column, row, head, request).
+    ``box``: columns and rows, in elements; rows of 128 bytes, swizzled. Strides as in tensor_map.
+    """
+    whole = t if t.dim() == 4 else t.unsqueeze(0)
+    requests, rows, heads, columns = whole.shape
+    size, nearest = whole.element_size(), -(-columns * whole.element_size() // 16) * 16
+    strides = tuple(stride * size if extent > 1 else nearest
+                    for stride, extent in ((whole.stride(1), rows), (whole.stride(2), heads), (whole.stride(0), requests)))
+    return TensorMapRecipe(field, pointer, _DATA_TYPES[t.dtype], (columns, max(rows, 1), max(heads, 1), max(requests, 1)), strides,
+                           (*box, 1, 1), _SWIZZLES[128])

@@ -14,7 +14,7 @@ from typing import Any
 
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
-from kernelgen.kernels.gemm import counters
+from kernelgen.kernels import counters
 from kernelgen.kernels.gemm.activations import splits
 from kernelgen.kernels.gemm.dense_configs import FITS, GATHERED, GROUPED, MEASURED, QUANTIZING, Config, Fit, Measured
 from kernelgen.kernels.gemm.mma import RESERVED_SHARED_MEMORY

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernelgen.kernels.gemm import counters
+from kernelgen.kernels import counters
 
 
 def test_who_shares_a_counter(monkeypatch: pytest.MonkeyPatch) -> None:

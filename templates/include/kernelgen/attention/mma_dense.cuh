@@ -46,19 +46,12 @@ struct PrefillMmaParams {
   int32_t grid_tiles, grid_parts;  // kFlatGrid: what would be gridDim.x and gridDim.y
 };
 
-template <class Shape>
-struct DenseLayout {
-  using Params = PrefillMmaParams;
-  using T = typename Shape::T;
-  using KeyElement = typename Shape::KeyElement;
-  using KeyTile = typename Shape::KeyTile;
-  using ValueTile = typename Shape::ValueTile;
-  using KeyCopier = Copier<Shape, KeyTile>;
-  using ValueCopier = Copier<Shape, ValueTile>;
+// Which request, head and query each row of a block is, and where its results go. Params has out, lse and their strides, the windows and
+// group_size.
+template <class Shape, class ParamsOfKernel>
+struct DenseRows {
+  using Params = ParamsOfKernel;
   using Variant = typename Shape::VariantFunctions;
-  static constexpr int kBlockQ = Shape::kBlockQ;
-  static constexpr int kBlockK = Shape::kBlockK;
-  static constexpr bool kPartials = false;
 
   // What this block works on.
   struct Work {
@@ -99,6 +92,23 @@ struct DenseLayout {
     Out* out = static_cast<Out*>(p.out) + work.request * p.out_batch + work.head_ * p.out_head + work.value_column;
     return [out, &p, &work](int row) { return out + int64_t{work.q_start + (work.first_query + row)} * p.out_row; };
   }
+};
+
+template <class Shape>
+struct DenseLayout : DenseRows<Shape, PrefillMmaParams> {
+  using Base = DenseRows<Shape, PrefillMmaParams>;
+  using Params = PrefillMmaParams;
+  using Work = typename Base::Work;
+  using T = typename Shape::T;
+  using KeyElement = typename Shape::KeyElement;
+  using KeyTile = typename Shape::KeyTile;
+  using ValueTile = typename Shape::ValueTile;
+  using KeyCopier = Copier<Shape, KeyTile>;
+  using ValueCopier = Copier<Shape, ValueTile>;
+  using Base::num_rows;
+  static constexpr int kBlockQ = Shape::kBlockQ;
+  static constexpr int kBlockK = Shape::kBlockK;
+  static constexpr bool kPartials = false;
 
   // Finds this block's request, head and query tile. The grid is (query tiles, heads x value splits, requests), for a
   // ragged batch (a bound on the query tiles of all requests, heads x value splits, 1); flat: all of that in one dimension, the

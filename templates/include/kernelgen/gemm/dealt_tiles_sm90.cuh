@@ -52,14 +52,20 @@ struct DealtTiles {
   bool alternate = false;
 
   __device__ bool find(const DenseSm90Params& p, OutputTile& tile) {
-    int m, n, row_end, group;
+    int m = 0, n = 0, row_end = 0, group = 0;
     slots.wait_full(at);
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(m), "=r"(n), "=r"(row_end), "=r"(group)
-                 : "r"(slots.slot(at.stage))
-                 : "memory");
-    __syncwarp();  // every lane has read the slot before one gives it back
+    // By the lane that gives the slot back: compute-sanitizer's racecheck does not see that __syncwarp orders the others' reads.
+    if (lane_id() == 0) {
+      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(m), "=r"(n), "=r"(row_end), "=r"(group)
+                   : "r"(slots.slot(at.stage))
+                   : "memory");
+    }
     slots.release(at.stage);
+    m = __shfl_sync(kFullWarp, m, 0);
+    n = __shfl_sync(kFullWarp, n, 0);
+    row_end = __shfl_sync(kFullWarp, row_end, 0);
+    group = __shfl_sync(kFullWarp, group, 0);
     if (m < 0) return false;
     Tiles::fill(tile, p, m, n, row_end, group);
     return true;

@@ -21,7 +21,9 @@ struct RingPosition {
   uint32_t parity = 0;
 
   __device__ void advance() {
-    if (++stage == Stages) {
+    if constexpr (Stages == 1) {
+      parity ^= 1;
+    } else if (++stage == Stages) {
       stage = 0;
       parity ^= 1;
     }

@@ -26,6 +26,14 @@ __device__ inline void tma_load(uint32_t target, const TensorMap& map, uint32_t 
       : "memory");
 }
 
+// Of a tensor with one dimension more: (innermost, rows, heads, requests).
+__device__ inline void tma_load(uint32_t target, const TensorMap& map, uint32_t barrier, int column, int row, int head, int request) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(target),
+      "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(request)
+      : "memory");
+}
+
 // The same box into the same place of every block of the cluster whose bit is set in `blocks`; each one's barrier gets the bytes.
 __device__ inline void tma_load_multicast(uint32_t target, const TensorMap& map, uint32_t barrier, int column, int row, int batch,
                                           uint16_t blocks) {
@@ -41,6 +49,12 @@ __device__ inline void tma_load_multicast(uint32_t target, const TensorMap& map,
 __device__ inline void tma_store(const TensorMap& map, uint32_t source, int column, int row, int batch) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map), "r"(source), "r"(column),
                "r"(row), "r"(batch)
+               : "memory");
+}
+
+__device__ inline void tma_store(const TensorMap& map, uint32_t source, int column, int row, int head, int request) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map), "r"(source), "r"(column),
+               "r"(row), "r"(head), "r"(request)
                : "memory");
 }
 

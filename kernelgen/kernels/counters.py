@@ -1,4 +1,4 @@
-"""Counters in device memory from which gemm/grouped_sm90 deals its tiles out: a pair of int32 that each launch finds and leaves at zero.
+"""Counters in device memory from which persistent kernels deal their tiles out: a pair of int32 that each launch finds and leaves at zero.
 
 Launches of one stream follow each other (one that is set up early touches its counter only when the one before has ended), so they share a
 pair. Launches that a CUDA graph captures run whenever and on whatever stream the graph is replayed: each has a pair of its own for good.
@@ -11,7 +11,7 @@ import torch
 from kernelgen.forks import Lock
 from kernelgen.lasting import capturing, lasting
 
-_PAIRS = 8192  # of a device, 8 bytes each: enough for every product of many captured models
+_PAIRS = 8192  # of a device, 8 bytes each: enough for every launch of many captured models
 _WORDS = 2
 
 _spare: dict[int, tuple[torch.Tensor, list[int]]] = {}  # device -> memory, addresses of pairs that nobody has
@@ -24,7 +24,7 @@ def provide(device: int) -> None:
     where = torch.device("cuda", device)
     if device in _spare or capturing(where):
         return
-    memory = lasting(torch.zeros(_PAIRS * _WORDS, dtype=torch.int32, device="cpu"), where, "grouped_gemm's counters")
+    memory = lasting(torch.zeros(_PAIRS * _WORDS, dtype=torch.int32, device="cpu"), where, "tile counters")
     first, size = memory.data_ptr(), _WORDS * memory.element_size()
     with _taking:
         _spare.setdefault(device, (memory, [first + i * size for i in range(_PAIRS)]))

@@ -1,0 +1,196 @@
+"""Host side of attention/prefill_sm90: dense and ragged attention forward on Hopper with TMA and WGMMA.
+
+The kernel and its data flow are described in templates/include/kernelgen/attention/prefill_sm90.cuh; the choices made here, with their
+measurements, in docs/design/prefill_sm90.md.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from kernelgen.kernels import counters
+from kernelgen.kernels.attention import mma
+from kernelgen.kernels.attention.mma import HALVES, address, round_up
+from kernelgen.kernels.attention.prefill_mma import MAX_TOKENS, check_factor, supports_unplanned
+from kernelgen.kernels.attention.prefill_mma import scalars_of as scalars_of_all
+from kernelgen.kernels.attention.prefill_sm90_configs import TABLE, Config
+from kernelgen.kernels.base import KernelFamily
+from kernelgen.kernels.tensor_map import head_map
+from kernelgen.params import ParamStruct
+from kernelgen.problems.attention import AttentionProblem
+from kernelgen.specs import KernelSpec
+from kernelgen.targets import Target, target_of
+from kernelgen.tensors import AttentionTensors
+from kernelgen.verdicts import Verdict, first_no
+
+# struct PrefillSm90Params of sm90_params.cuh.
+_POINTERS = ("q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "kv_lens", "counter")
+_RARE = ("sinks", "alibi_slopes", "mask", "mask_indptr", "variant_words")
+PARAMS = ParamStruct((
+    *((name, "ptr") for name in _POINTERS + _RARE),
+    *((name, "i64") for name in (
+        "out_batch", "out_row", "out_head", "lse_batch", "lse_row", "lse_head", "alibi_batch", "alibi_head",
+        "mask_batch", "mask_row", "mask_head", "mask_key")),
+    *((name, "i32") for name in (
+        "seq_q", "seq_k", "batch", "group_size", "num_q_heads", "row_tiles", "tiles", "section", "window_left", "window_right",
+        "q_keep", "q_flip")),
+    ("logit_scale", "f32"), ("cap_scale", "f32"),
+), tensor_maps=("map_q", "map_k", "map_v", "map_out"))
+ENTRY = "attention_prefill_sm90"
+
+_BOX = 64  # columns of a box: 128 bytes
+_L2_BYTES = 32 << 20  # of keys and values that the tiles under way share
+_OTHER_REGISTERS = 32  # of a consumer's thread, beside scores, weights and output
+_SYSTEM_BYTES = 1024  # of shared memory that each block leaves to the system
+
+
+def supports(problem: AttentionProblem, target: Target) -> Verdict:
+    """Can this kernel run the problem on the target at all?"""
+    p = problem
+    return first_no(
+        (target.kind == "cuda" and target.capability == 90, f"prefill_sm90 needs sm_90a, got {target}"),
+        (p.q_dtype in HALVES and p.kv_dtype == p.q_dtype, f"dtypes {p.q_dtype}/{p.kv_dtype}: prefill_sm90 has bf16 and fp16"),
+        (p.alignment >= 16, f"alignment {p.alignment}: TMA needs addresses and strides of 16 bytes"),
+        (p.head_dim <= 256 and p.head_dim_v <= 256, f"head dims {p.head_dim}/{p.head_dim_v} exceed 256"),
+        (p.softmax, f"variant {p.variant} has no softmax"),
+        (not p.scales, "scales of q, k or v are not in prefill_sm90"),
+        (bool(common := supports_unplanned(p, target, "prefill_sm90")), common.reason),
+    )
+
+
+def shared_memory(problem: AttentionProblem, config: Config) -> int:
+    """Dynamic shared memory in bytes of a launch: Sm90Shape::kSharedBytes."""
+    c = config
+    depth, columns = round_up(problem.head_dim, _BOX), round_up(problem.head_dim_v, _BOX)
+    queries, out = 64 * 2 * depth, 64 * 2 * columns
+    of_consumer = c.query_stages * max(queries, out) if c.out_over_query else c.query_stages * queries + out
+    tiles = c.consumers * of_consumer + c.stages * c.block_k * 2 * (depth + columns)
+    barriers = 16 * c.stages * 2 + 8 * c.stages + 16 * c.consumers * c.query_stages
+    return round_up(round_up(tiles + barriers, 16) + 2 * 16 + 2 * 32 + c.stages * 16, 128)
+
+
+def _registers(problem: AttentionProblem, config: Config) -> int:
+    """Estimate for a consumer's thread: scores, weights, output, the rest."""
+    return config.block_k * 3 // 4 + round_up(problem.head_dim_v, 16) // 2 + _OTHER_REGISTERS
+
+
+def legal(problem: AttentionProblem, target: Target, config: Config) -> Verdict:
+    """Does the config fit the problem and the target: registers, shared memory, what a box holds?"""
+    c = config
+    shared, registers = shared_memory(problem, c), _registers(problem, c)
+    return first_no(
+        (1 <= c.consumers <= 3 and 1 <= c.resident <= 3, f"{c.consumers} consumers, {c.resident} blocks of an SM: 1 to 3"),
+        (c.block_k % 16 == 0 and 16 <= c.block_k <= 256, f"block_k {c.block_k} is not a multiple of 16 up to 256"),
+        (c.stages >= 2 and c.query_stages in (1, 2), f"{c.stages} stages, at least 2; {c.query_stages} of queries, 1 or 2"),
+        (registers <= c.registers, f"config {c} needs about {registers} registers, a consumer has {c.registers}"),
+        (c.resident * (shared + _SYSTEM_BYTES) <= target.shared_memory_per_block + _SYSTEM_BYTES,
+         f"config {c} needs {shared} bytes of shared memory, {c.resident} times; {target} has {target.shared_memory_per_block}"),
+    )
+
+
+def candidates(problem: AttentionProblem, target: Target) -> Iterator[Config]:
+    """Legal configs, best guess first."""
+    widest = max(problem.head_dim, problem.head_dim_v)
+    masked = problem.causal or problem.windowed or problem.mask is not None or problem.variant is not None
+    row = next(((hidden, whole) for limit, hidden, whole in TABLE if widest <= limit), ((), ()))
+    return (c for c in row[0 if masked else 1] if legal(problem, target, c))
+
+
+def spec(problem: AttentionProblem, target: Target, config: Config) -> KernelSpec:
+    """The specialisation: dtype, head dims, features in use and config; nothing that varies per call."""
+    p, c = problem, config
+    tile = mma.Config(c.block_q, c.block_k, 4 * c.consumers, c.stages)
+    parameters = mma.options(
+        p, tile, ragged=p.layout == "ragged", kv_lens=p.kv_lens, out_element=p.out_dtype, shared_memory=shared_memory(p, c),
+        pingpong=c.pingpong, out_over_query=c.out_over_query, query_stages=c.query_stages, resident=c.resident,
+        mma_columns=" ".join(str(n) for n in sorted({c.block_k, round_up(p.head_dim_v, 16)})))
+    words = mma.words_of(parameters, tile)[:-len(str(tile).split())]
+    return KernelSpec.make(
+        "_".join([ENTRY, *words, *str(c).split()]), "attention/prefill_sm90.cu.jinja", "nvrtc", parameters,
+        params=PARAMS, params_type="kernelgen::PrefillSm90Params", entries=(ENTRY,), target=target,
+    )
+
+
+def _tiles(problem: AttentionProblem, config: Config) -> tuple[int, int]:
+    """(row tiles of a dense request, row tiles in all; ragged: a bound from Tq alone)."""
+    p, tiles = problem, -(-problem.seq_q // config.block_q)
+    if p.layout == "ragged":
+        return 0, (tiles + p.batch if tiles and p.batch else 0) * p.num_q_heads
+    return tiles, tiles * p.batch * p.num_q_heads
+
+
+def _section(problem: AttentionProblem) -> int:
+    """Query heads whose keys and values share L2, whole groups of them."""
+    p = problem
+    of_group = max(p.seq_k * (p.head_dim + p.head_dim_v) * 2, 1)
+    groups = 1 << max((_L2_BYTES // of_group).bit_length() - 1, 0)
+    return max(min(groups, p.batch * p.num_kv_heads), 1) * p.group_size
+
+
+def scalars_of(problem: AttentionProblem, config: Config, t: AttentionTensors) -> dict[str, int | float]:
+    """Everything of Params that is fixed by shapes, strides and scalars."""
+    row_tiles, tiles = _tiles(problem, config)
+    values = scalars_of_all(problem, t) | {
+        "num_q_heads": problem.num_q_heads, "row_tiles": row_tiles, "tiles": tiles, "section": _section(problem)}
+    return {name: values[name] for name in PARAMS.scalars}
+
+
+def bind(problem: AttentionProblem, config: Config, kernel: Any, tensors: AttentionTensors) -> Callable[[AttentionTensors], None]:
+    """The closure of a repeated call: packs addresses, launches."""
+    p, c, t = problem, config, tensors
+    device = t.q.device.index or 0
+    check_factor(p, t)
+    boxes = [("q", t.q, 64), ("k", t.k, c.block_k), ("v", t.v, c.block_k)] + ([("out", t.out, 64)] if p.layout == "dense" else [])
+    maps = [head_map(f"map_{name}", name, x, (_BOX, rows)) for name, x, rows in boxes]
+    blocks = min(_tiles(p, c)[1], (target_of(t.q.device).sm_count or 1) * c.resident)
+    launch = kernel.prepare(device, grid=(blocks, 1, 1), block=(c.threads, 1, 1), programmatic=True, shared_memory=shared_memory(p, c),
+                            tensor_maps=maps)
+    tail, blank = PARAMS.pack_scalars(scalars_of(p, c, t)), bytes(128 * len(PARAMS.tensor_maps))
+    pack = struct.Struct(f"<{len(_POINTERS) + len(_RARE)}Q").pack
+    with_lse, ragged, with_lens = p.return_lse, p.layout == "ragged", p.kv_lens
+    rare = bool(p.alibi or p.sinks or p.mask or p.variant)
+    if t.q.device.type == "cuda":
+        counters.provide(device)
+    none = (0,) * len(_RARE)
+
+    def run(t: AttentionTensors) -> None:
+        counter, memory = counters.counter(device)
+        launch(blank + pack(
+            t.q.data_ptr(), t.k.data_ptr(), t.v.data_ptr(), t.out.data_ptr(),
+            t.lse.data_ptr() if with_lse else 0,  # type: ignore[union-attr]
+            t.cu_seqlens_q.data_ptr() if ragged else 0,  # type: ignore[union-attr]
+            t.cu_seqlens_k.data_ptr() if ragged else 0,  # type: ignore[union-attr]
+            t.kv_lens.data_ptr() if with_lens else 0,  # type: ignore[union-attr]
+            counter, *((address(getattr(t, name)) for name in _RARE) if rare else none),
+        ) + tail)
+        del memory
+
+    return run
+
+
+def coverage() -> Iterable[tuple[AttentionProblem, Config | None]]:
+    """Problems that together reach every branch of the template."""
+    base = AttentionProblem("dense", 2, 1000, 1000, 16, 4, 128, 128, "bf16", "bf16", "bf16")
+    yield base, None
+    yield replace(base, causal=True, return_lse=True), None
+    yield replace(base, head_dim=64, head_dim_v=64, causal=True, q_dtype="fp16", kv_dtype="fp16", out_dtype="fp16"), None
+    yield replace(base, head_dim=72, head_dim_v=40, window=(100, 20), soft_cap=True, kv_lens=True), None
+    yield replace(base, head_dim=256, head_dim_v=256, causal=True, return_lse=True), None
+    yield replace(base, head_dim=192, causal=True), None
+    yield replace(base, layout="ragged", head_dim=96, head_dim_v=96, causal=True, return_lse=True), None
+    yield replace(base, layout="ragged", head_dim=64, head_dim_v=64, kv_lens=True), None
+    yield replace(base, causal=True), Config(1, 128, pingpong=False)
+    yield replace(base, causal=True), Config(2, 128, 2, False)
+    yield replace(base, alibi=True, sinks=True, causal=True, return_lse=True), None
+    yield replace(base, layout="ragged", alibi=True, sinks=True, soft_cap=True, head_dim=64, head_dim_v=64), None
+    yield replace(base, mask="dense", head_dim=64, head_dim_v=64), None
+    yield replace(base, layout="ragged", mask="packed", causal=True, kv_lens=True, head_dim=96, head_dim_v=96), None
+
+
+FAMILY = KernelFamily(
+    name="attention/prefill_sm90", op="attention", target_kind="cuda", toolchain="nvrtc", supports=supports,
+    candidates=candidates, legal=legal, spec=spec, bind=bind, coverage=coverage, capabilities=(90,),
+)

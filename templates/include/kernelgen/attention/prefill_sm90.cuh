@@ -1,0 +1,524 @@
+// Dense and ragged attention on Hopper: TMA, WGMMA, one warpgroup that copies and up to three that multiply.
+//
+//   out[i] = sum_j softmax_j(scale * q[i].k[j]) v[j]       lse[i] = ln sum_j exp(scale * q[i].k[j])
+//
+// A block stays on its SM and takes row tiles until there are none (sm90_tiles.cuh). Each consumer has 64 rows of a tile, whole, so that
+// its softmax stays within a warp. Keys are walked from right to left in tiles of kBlockK:
+//
+//   copying warp        keys, then the values of the tile before, into two rings of kStages; the next row tile's queries
+//   checking warps      values of tiles that some row sees in part, for inf and NaN (sm90_values.cuh)
+//   consumer            S_j = Q K_j^T, and O += P_(j+1) V_(j+1) right behind it; the softmax of S_j runs under the latter, and,
+//                       as consumers take turns (kPingpong), under the products of the others
+//
+// P never leaves the registers: the layout of S is that of an A operand.
+#pragma once
+
+#include <kernelgen/attention/mma_dense.cuh>
+#include <kernelgen/attention/mma_store.cuh>
+#include <kernelgen/attention/sm90_params.cuh>
+#include <kernelgen/attention/sm90_softmax.cuh>
+#include <kernelgen/attention/sm90_values.cuh>
+#include <kernelgen/sm90/control.cuh>
+#include <kernelgen/sm90/stmatrix.cuh>
+
+namespace kernelgen {
+
+template <class Options>
+struct PrefillSm90 : Sm90Shape<Options> {
+  using Shape = Sm90Shape<Options>;
+  using Params = PrefillSm90Params;
+  using Rows = DenseRows<Shape, Params>;
+  using Work = typename Rows::Work;
+  using Rule = Rules<Shape, Rows>;
+  using Tiles = TileValues<Shape, Rows>;
+  using typename Shape::KeyBox;
+  using typename Shape::KeyRing;
+  using typename Shape::QueryBox;
+  using typename Shape::T;
+  using typename Shape::ValueRing;
+  using typename Shape::Values;
+  using Shape::kBlockK;
+  using Shape::kBoxColumns;
+  using Shape::kCarries;
+  using Shape::kChecks;
+  using Shape::kCheckers;
+  using Shape::kConsumers;
+  using Shape::kPingpong;
+  using Shape::kStages;
+  using KeyProduct = Wgmma<T, kBlockK>;
+  using ValueProduct = Wgmma<T, Shape::kSplitColumns>;
+  using Scores = float[Shape::kScoreCount];
+  using Output = float[Shape::kOutputCount];
+  using Weights = uint32_t[Shape::kKeySteps][4];
+
+  // Key tiles [begin, end) that any row of the tile sees, and the keys that all of its rows see.
+  struct Span {
+    int begin, end;
+    Interval whole;
+
+    __device__ bool partial(int tile) const {
+      return Shape::kAnyHidden || tile * kBlockK < whole.first || (tile + 1) * kBlockK > whole.last;
+    }
+  };
+
+  // Intervals move right with the query, so everything between the first row's and the last row's is covered.
+  __device__ static Span span_of(const Params& p, const Work& work) {
+    const Interval first = Rows::visible_keys(p, work, work.first_query);
+    const Interval last = Rows::visible_keys(p, work, Rows::last_query(p, work, Shape::kBlockQ));
+    return {first.first / kBlockK, ceil_div(last.last, kBlockK), {last.first, first.last}};
+  }
+
+  using QueryAt = RingPosition<Options::kQueryStages>;
+  __device__ static uint32_t queries_full(uint32_t shared, int stage, int group) {
+    return shared + Shape::kQueriesAt + (stage * kConsumers + group) * 16;
+  }
+  __device__ static uint32_t queries_empty(uint32_t shared, int stage, int group) { return queries_full(shared, stage, group) + 8; }
+  __device__ static uint32_t query_tile(uint32_t shared, int stage, int group) {
+    return shared + (stage * kConsumers + group) * Shape::kQueryBytes;
+  }
+  __device__ static uint32_t checked(uint32_t shared, int stage) { return shared + Shape::kCheckedAt + stage * 8; }
+  __device__ static uint32_t flags(uint32_t shared, int stage) { return shared + Shape::kFlagsAt + stage * 16; }
+  __device__ static uint32_t key_tile(uint32_t shared, int stage) { return shared + Shape::kKeysAt + stage * Shape::kKeyBytes; }
+  __device__ static uint32_t value_tile(uint32_t shared, int stage) { return shared + Shape::kValuesAt + stage * Shape::kValueBytes; }
+
+  // ---- The copying warp ---------------------------------------------------------------------------------------------
+
+  // Rows [row, row + rows of a box) of a head, box by box, by one lane.
+  template <int Boxes, int BoxBytes>
+  __device__ static void load_tile(uint32_t target, const TensorMap& map, uint32_t barrier, int row, int head, int request) {
+#pragma unroll
+    for (int box = 0; box < Boxes; ++box) tma_load(target + box * BoxBytes, map, barrier, box * kBoxColumns, row, head, request);
+  }
+
+  __device__ static void produce(const Params& p, uint32_t shared) {
+    RowTileDealer<Shape, Rows, Shape::kReaders> dealer{{{shared + Shape::kSlotsAt}}, static_cast<int>(blockIdx.x)};
+    const KeyRing keys{shared + Shape::kBarriersAt};
+    const ValueRing values{shared + Shape::kValueRingAt};
+    typename KeyRing::Position k_at;
+    typename ValueRing::Position v_at;
+    QueryAt q_at;
+    const bool issues = lane_id() == 0;
+    Work work;
+    for (; dealer.next(p, work); dealer.advance()) {
+      dealer.ask(p);
+      const Span span = span_of(p, work);
+      if (span.begin >= span.end) continue;
+      const int request = Shape::kRagged ? 0 : work.request, kv_head = Rows::kv_head(p, work);
+      auto load_keys = [&](int tile) {
+        keys.wait_empty(k_at);
+        if (issues) {
+          keys.expect(k_at, Shape::kKeyBytes);
+          load_tile<Shape::kKeyBoxes, KeyBox::kBytes>(
+              key_tile(shared, k_at.stage), p.map_k, keys.full(k_at.stage), work.k_start + tile * kBlockK, kv_head, request);
+        }
+        k_at.advance();
+      };
+      auto load_values = [&](int tile) {
+        values.wait_empty(v_at);
+        if (issues) {
+          values.expect(v_at, Shape::kValueBytes);
+          load_tile<Shape::kValueBoxes, Values::kBoxBytes>(
+              value_tile(shared, v_at.stage), p.map_v, values.full(v_at.stage), work.k_start + tile * kBlockK, kv_head, request);
+        }
+        v_at.advance();
+      };
+      load_keys(span.end - 1);
+#pragma unroll
+      for (int group = 0; group < kConsumers; ++group) {
+        const uint32_t full = queries_full(shared, q_at.stage, group);
+        barrier_wait(queries_empty(shared, q_at.stage, group), q_at.parity ^ 1);
+        if (issues) {
+          barrier_arrive_expect(full, Shape::kKeyBoxes * QueryBox::kBytes);
+          load_tile<Shape::kKeyBoxes, QueryBox::kBytes>(query_tile(shared, q_at.stage, group), p.map_q, full,
+                                                        work.q_start + work.first_query + group * kMmaRows, work.head_, request);
+        }
+      }
+      q_at.advance();
+      for (int tile = span.end - 2; tile >= span.begin; --tile) {
+        load_keys(tile);
+        load_values(tile + 1);
+      }
+      load_values(span.begin);
+    }
+    dealer.finish(p);
+  }
+
+  // ---- The checking warps -------------------------------------------------------------------------------------------
+
+  __device__ static void check(const Params& p, uint32_t shared, int checker) {
+    RowTileReader<Rows, Shape::kReaders> tiles{{{shared + Shape::kSlotsAt}}};
+    const ValueRing values{shared + Shape::kValueRingAt};
+    typename ValueRing::Position at;
+    Work work;
+    while (tiles.next(work)) {
+      const Span span = span_of(p, work);
+      for (int tile = span.end - 1; tile >= span.begin; --tile) {
+        values.wait_full(at);
+        if (span.partial(tile)) {
+          const bool found = Tiles::search(value_tile(shared, at.stage), checker * kWarpSize + lane_id(), kCheckers * kWarpSize);
+          const uint32_t any = __any_sync(kFullWarp, found);
+          if (lane_id() == 0) store_word(flags(shared, at.stage) + checker * 4, any);
+        }
+        __syncwarp();
+        if (lane_id() == 0) barrier_arrive(checked(shared, at.stage));
+        values.release(at.stage);
+        at.advance();
+      }
+    }
+  }
+
+  // ---- A consumer ---------------------------------------------------------------------------------------------------
+
+  __device__ static void multiply_keys(Scores& scores, uint32_t queries, uint32_t keys) {
+#pragma unroll
+    for (int step = 0; step < Shape::kDepthSteps; ++step) {
+      KeyProduct::template shared<0, 0>(scores, QueryBox::descriptor(queries + step / 4 * QueryBox::kBytes, 0, step % 4),
+                                        KeyBox::descriptor(keys + step / 4 * KeyBox::kBytes, 0, step % 4), step > 0);
+    }
+  }
+
+  // The warp's scores once more, by itself: rows of 16 queries at `queries`.
+  __device__ static void remake_scores(Scores& scores, uint32_t queries, uint32_t keys) {
+    const int lane = lane_id();
+#pragma unroll
+    for (int i = 0; i < Shape::kScoreCount; ++i) scores[i] = 0.0f;
+#pragma unroll 1
+    for (int step = 0; step < Shape::kDepthSteps; ++step) {
+      const int box = step / 4, chunk = step % 4 * 2;
+      uint32_t a[4];
+      ldmatrix_x4(a, queries + box * QueryBox::kBytes + swizzled_chunk(lane % 16, chunk + lane / 16));
+#pragma unroll
+      for (int n = 0; n < kBlockK / 16; ++n) {
+        uint32_t b[4];
+        ldmatrix_x4(b, keys + box * KeyBox::kBytes + swizzled_chunk(16 * n + lane % 8 + lane / 16 * 8, chunk + lane / 8 % 2));
+        mma_m16n8k16<T>(reinterpret_cast<float(&)[4]>(scores[8 * n]), a, b[0], b[1]);
+        mma_m16n8k16<T>(reinterpret_cast<float(&)[4]>(scores[8 * n + 4]), a, b[2], b[3]);
+      }
+    }
+  }
+
+  __device__ static void multiply_values(Output& output, const Weights& weights, uint32_t values) {
+#pragma unroll
+    for (int step = 0; step < Shape::kKeySteps; ++step) {
+      ValueProduct::template registers<1>(output, weights[step], Values::descriptor(values, 0, step), 1);
+    }
+  }
+
+  // Turns every query of the warp by the sign of the scale, or clears it for a scale of 0: all later factors are positive.
+  __device__ static void edit_queries(const Params& p, uint32_t queries, int group) {
+    for (int i = threadIdx.x % kWarpgroupThreads; i < Shape::kKeyBoxes * QueryBox::kBytes / 16; i += kWarpgroupThreads) {
+      uint32_t w[4];
+      load_chunk(w, queries + i * 16);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) w[j] = (w[j] & p.q_keep) ^ p.q_flip;
+      store_chunk(queries + i * 16, w);
+    }
+    tma_store_fence();
+    named_barrier_sync(kOfConsumer + group, kWarpgroupThreads);
+  }
+
+  __device__ static void take_turn(int group) {
+    if constexpr (kPingpong) named_barrier_sync(kTurn + group, 2 * kWarpgroupThreads);
+  }
+  __device__ static void give_turn(int group) {
+    if constexpr (kPingpong) named_barrier_arrive(kTurn + (group + 1) % kConsumers, 2 * kWarpgroupThreads);
+  }
+
+  __device__ static void release_queries(uint32_t shared, int stage, int group) {
+    if (lane_id() == 0) barrier_arrive(queries_empty(shared, stage, group));
+  }
+
+  // The next row tile with any key; results of those in front of it that have none are written here.
+  template <class Reader>
+  __device__ static bool next_tile(const Params& p, Reader& tiles, Work& work, Span& span) {
+    while (tiles.next(work)) {
+      span = span_of(p, work);
+      if (span.begin < span.end) return true;
+      DeferredSoftmax<Shape> nothing;
+      store_empty(p, work, nothing);
+    }
+    return false;
+  }
+
+  __device__ static void consume(const Params& p, uint32_t shared, int group) {
+    RowTileReader<Rows, Shape::kReaders> tiles{{{shared + Shape::kSlotsAt}}};
+    const KeyRing keys{shared + Shape::kBarriersAt};
+    const ValueRing values{shared + Shape::kValueRingAt};
+    typename KeyRing::Position k_at;
+    typename ValueRing::Position v_at;
+    QueryAt q_at;     // of the row tile whose first scores are made
+    int q_stage = 0;  // of the one under way
+    const bool edited = p.q_flip != 0 || p.q_keep != 0xffffffffu;
+    if (kPingpong && group == kConsumers - 1) named_barrier_arrive(kTurn, 2 * kWarpgroupThreads);  // the first turn is the first consumer's
+    Scores scores;
+    Output output;
+    Weights weights;
+    Work work;
+    work.warp = warp_id();
+    Span span;
+
+    const auto wait_queries = [&] {
+      keys.wait_full(k_at);
+      barrier_wait(queries_full(shared, q_at.stage, group), q_at.parity);
+      if (edited) edit_queries(p, query_tile(shared, q_at.stage, group), group);
+    };
+    const auto start_scores = [&](int stage) {
+      multiply_keys(scores, query_tile(shared, stage, group), key_tile(shared, k_at.stage));
+      wgmma_commit();
+    };
+    const auto start_output = [&] {
+      multiply_values(output, weights, value_tile(shared, v_at.stage));
+      wgmma_commit();
+    };
+    const auto end_output = [&] {
+      hold(output);
+      values.release(v_at.stage);
+      v_at.advance();
+    };
+    // Waits for the values of a tile, which are finite where some row must not see them.
+    const auto wait_values = [&](int tile) {
+      values.wait_full(v_at);
+      if constexpr (kChecks) {
+        if (!span.partial(tile)) return;
+        barrier_wait(checked(shared, v_at.stage), v_at.parity);
+        uint32_t found[4];
+        load_chunk(found, flags(shared, v_at.stage));
+        if ((found[0] | found[1] | found[2]) != 0) Tiles::absorb(output, p, work, tile * kBlockK, value_tile(shared, v_at.stage));
+      }
+    };
+
+    if constexpr (kCarries) {
+      if (!next_tile(p, tiles, work, span)) return;
+      wait_queries();
+      wgmma_fence();
+      start_scores(q_at.stage);
+      wgmma_wait<0>();
+    }
+    for (;;) {
+      if constexpr (!kCarries) {
+        if (!next_tile(p, tiles, work, span)) return;
+      }
+      DeferredSoftmax<Shape> softmax;
+      const auto to_logits = [&](int tile) {
+        Rule::apply(reinterpret_cast<typename Shape::Scores&>(scores), p, work, tile * kBlockK, span.partial(tile), 0u);
+      };
+      // Ends what reads the tile's keys, and after the last tile the queries.
+      const auto to_weights = [&](int tile) {
+        const float scale = Rule::softmax_scale(p);
+        hold(scores);
+        to_logits(tile);
+        bool done = false;
+        if (softmax.settled) {
+          done = softmax.step_by_reference(scores, scale);
+          if (!done) {
+            remake_scores(scores, query_tile(shared, q_stage, group) + work.warp % 4 * 16 * kSwizzleRowBytes, key_tile(shared, k_at.stage));
+            to_logits(tile);
+          }
+        }
+        if (!done) softmax.step_by_maximum(scores, scale);
+        keys.release(k_at.stage);
+        k_at.advance();
+        if (!Options::kOutOverQuery && tile == span.begin) release_queries(shared, q_stage, group);
+      };
+#pragma unroll
+      for (int i = 0; i < Shape::kOutputCount; ++i) output[i] = 0.0f;
+      int tile = span.end - 1;
+      q_stage = q_at.stage;
+      if constexpr (!kCarries) {
+        wait_queries();
+        wgmma_fence();
+        start_scores(q_stage);
+        wgmma_wait<0>();
+      }
+      q_at.advance();
+      to_weights(tile);
+      softmax.pack(weights, scores);
+
+      for (--tile; tile >= span.begin; --tile) {
+        keys.wait_full(k_at);
+        wait_values(tile + 1);
+        take_turn(group);
+        hold(output);
+        wgmma_fence();
+        start_scores(q_stage);
+        start_output();
+        give_turn(group);
+        wgmma_wait<1>();
+        to_weights(tile);
+        wgmma_wait<0>();
+        hold(scores);
+        end_output();
+        softmax.pack(weights, scores);
+        softmax.rescale(output);
+      }
+
+      wait_values(span.begin);
+      if constexpr (kCarries) {
+        Work next;
+        Span next_span;
+        next.warp = work.warp;
+        const bool any = next_tile(p, tiles, next, next_span);
+        if (any) {
+          wait_queries();
+          take_turn(group);
+          hold(output);
+          wgmma_fence();
+          start_scores(q_at.stage);
+          start_output();
+          give_turn(group);
+          wgmma_wait<0>();
+        } else {
+          hold(output);
+          wgmma_fence();
+          start_output();
+          wgmma_wait<0>();
+        }
+        hold(scores);
+        end_output();
+        store(p, work, output, softmax, shared, q_stage, group);
+        if (!any) return;
+        work = next;
+        span = next_span;
+      } else {
+        hold(output);
+        wgmma_fence();
+        start_output();
+        wgmma_wait<0>();
+        end_output();
+        store(p, work, output, softmax, shared, q_stage, group);
+      }
+    }
+  }
+
+  // ---- Results ------------------------------------------------------------------------------------------------------
+
+  // Finishes a row: its LSE is stored; what its output is to be multiplied with.
+  __device__ static float finish_row(const Params& p, const Work& work, DeferredSoftmax<Shape>& softmax, int r, bool exists) {
+    using Rest = Store<Shape, Rows>;
+    const int row = Shape::row_in_block(work.warp, r);
+    float sum = quad_sum(softmax.sums[r]), scale = 1.0f;
+    if constexpr (Shape::kSinks) scale = Rest::add_sink(p.sinks[work.head_], softmax.maxima[r], sum);
+    if constexpr (Shape::kLse) {
+      if (lane_id() % 4 == 0 && exists) *Rows::lse(p, work, row) = (softmax.maxima[r] + log2_approx(sum)) * kLn2;
+    }
+    return Rest::normaliser(softmax.maxima[r], sum) * scale;
+  }
+
+  // Rows that see no key.
+  __device__ static void store_empty(const Params& p, const Work& work, DeferredSoftmax<Shape>& softmax) {
+    const auto out = Rows::output(p, work);
+    const uint32_t zeros[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = Shape::row_in_block(work.warp, r);
+      const bool exists = Rows::row_exists(work, row);
+      finish_row(p, work, softmax, r, exists);
+      if (!exists) continue;
+      for (int chunk = lane_id() % 4; chunk * 8 < Shape::kHeadDimV; chunk += 4) store_16_aligned<16>(out(row) + chunk * 8, zeros);
+    }
+  }
+
+  // Normalises and rounds the warp's rows, and stores them through shared memory: by the copy engine, or, where what follows a request's
+  // last row is another's first, in pieces of 16 bytes.
+  __device__ static void store(const Params& p, const Work& work, Output& output, DeferredSoftmax<Shape>& softmax, uint32_t shared, int q_stage,
+                               int group) {
+    const uint32_t staging = Options::kOutOverQuery ? query_tile(shared, q_stage, group) : shared + Shape::kOutAt + group * Shape::kOutBytes;
+    const int lane = lane_id(), first_row = work.warp % 4 * 16;
+    const bool leads = threadIdx.x % kWarpgroupThreads == 0;
+    const auto place = [&](int row, int chunk) {
+      return staging + chunk / 8 * (kMmaRows * kSwizzleRowBytes) + swizzled_chunk(first_row + row, chunk % 8);
+    };
+    float factor[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) factor[r] = finish_row(p, work, softmax, r, Rows::row_exists(work, Shape::row_in_block(work.warp, r)));
+    // No warp multiplies these queries any more, and what was stored before has been read.
+    if constexpr (!Shape::kRagged) {
+      if (!Options::kOutOverQuery && leads) tma_store_wait_read<0>();
+    }
+    if constexpr (!Shape::kRagged || Options::kOutOverQuery) named_barrier_sync(kOfConsumer + group, kWarpgroupThreads);
+#pragma unroll
+    for (int n = 0; n < Shape::kOutputCount / 4; n += 2) {
+      uint32_t w[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        w[i] = pack_pair<typename Shape::OutElement>(output[4 * n + 2 * i] * factor[i % 2], output[4 * n + 2 * i + 1] * factor[i % 2]);
+      }
+      stmatrix_x4(place(lane % 16, n + lane / 16), w[0], w[1], w[2], w[3]);
+    }
+    if constexpr (!Shape::kRagged) {
+      tma_store_fence();
+      named_barrier_sync(kOfConsumer + group, kWarpgroupThreads);
+      if (leads) {
+#pragma unroll
+        for (int box = 0; box < Shape::kValueBoxes; ++box) {
+          tma_store(p.map_out, staging + box * (kMmaRows * kSwizzleRowBytes), box * kBoxColumns, work.first_query + group * kMmaRows, work.head_,
+                    work.request);
+        }
+        tma_store_commit();
+        if constexpr (Options::kOutOverQuery) {
+          tma_store_wait_read<0>();
+          barrier_arrive(queries_empty(shared, q_stage, group), 4);
+        }
+      }
+    } else {
+      __syncwarp();  // a warp reads back only the rows that it wrote
+      constexpr int kChunks = Shape::kHeadDimV / 8;
+      const auto out = Rows::output(p, work);
+#pragma unroll 8
+      for (int piece = lane; piece < 16 * kChunks; piece += kWarpSize) {
+        const int row = piece / kChunks, chunk = piece % kChunks;
+        if (!Rows::row_exists(work, work.warp * 16 + row)) break;
+        uint32_t w[4];
+        load_chunk(w, place(row, chunk));
+        store_16_aligned<16>(out(work.warp * 16 + row) + chunk * 8, w);
+      }
+      if constexpr (Options::kOutOverQuery) {
+        tma_store_fence();  // the next queries come behind these accesses
+        __syncwarp();
+        release_queries(shared, q_stage, group);
+      } else {
+        __syncwarp();  // all lanes have read before the next results are written
+      }
+    }
+  }
+
+  __device__ static void run(const Params& p) {
+    extern __shared__ __align__(1024) char dynamic_shared[];
+    const uint32_t shared = shared_address(dynamic_shared);
+    const int warp = warp_id(), group = warp / 4;
+    if (threadIdx.x == 0) {
+      KeyRing{shared + Shape::kBarriersAt}.init();
+      ValueRing{shared + Shape::kValueRingAt}.init();
+      typename Shape::Slots{{shared + Shape::kSlotsAt}}.init();
+      for (int stage = 0; stage < kStages; ++stage) barrier_init(checked(shared, stage), max_of(kCheckers, 1));
+      for (int i = 0; i < Options::kQueryStages * kConsumers; ++i) {
+        barrier_init(queries_full(shared, 0, i), 1);
+        barrier_init(queries_empty(shared, 0, i), 4);
+      }
+      barrier_init_fence();
+    }
+    if (threadIdx.x == 32) {
+      tma_prefetch_map(p.map_q);
+      tma_prefetch_map(p.map_k);
+      tma_prefetch_map(p.map_v);
+      if constexpr (!Shape::kRagged) tma_prefetch_map(p.map_out);
+    }
+    __syncthreads();
+    wait_for_previous_kernel();
+    start_next_kernel();
+    if (group == kConsumers) {
+      give_registers<Shape::kProducerRegisters>();
+      if (warp == 4 * kConsumers) {
+        produce(p, shared);
+      } else if constexpr (kChecks) {
+        check(p, shared, warp - 4 * kConsumers - 1);
+      }
+    } else {
+      take_registers<Shape::kConsumerRegisters>();
+      consume(p, shared, group);
+      if (!Shape::kRagged && threadIdx.x % kWarpgroupThreads == 0) tma_store_wait_read<0>();  // the block's memory stays until then
+    }
+  }
+};
+
+}  // namespace kernelgen

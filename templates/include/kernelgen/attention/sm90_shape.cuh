@@ -1,0 +1,77 @@
+// Sizes of attention/prefill_sm90: its tiles in shared memory, barriers and registers.
+//
+// Beside what AttentionShape has (kBlockQ = 64 rows of each consumer, kWarps = 4 of each), `Options` says
+//   kPingpong      consumers take turns in multiplying
+//   kOutOverQuery  results leave through the queries' memory: there is no room for both
+//   kResident      blocks of an SM: prologue and epilogue of one lie under the products of another
+//   kQueryStages   2: the next row tile's queries come while this one's are in use, and its first scores are made beside this one's last product
+#pragma once
+
+#include <kernelgen/attention/mma_shape.cuh>
+#include <kernelgen/attention/sm90_tiles.cuh>
+#include <kernelgen/sm90/smem_tile.cuh>
+#include <kernelgen/sm90/wgmma.cuh>
+
+namespace kernelgen {
+
+template <class Options>
+struct Sm90Shape : AttentionShape<Options> {
+  using Base = AttentionShape<Options>;
+  using typename Base::T;
+  using Options::kBlockK;
+  using Options::kStages;
+  static constexpr int kConsumers = Options::kWarps / 4;
+  static constexpr int kThreads = kWarpgroupThreads * (kConsumers + 1);
+  static constexpr int kMathThreads = kWarpgroupThreads * kConsumers;
+  static_assert(Options::kBlockQ == kConsumers * kMmaRows && Base::kWarpRows == 16, "a consumer has 64 rows");
+  static constexpr bool kPingpong = Options::kPingpong && kConsumers > 1;
+  static constexpr bool kCarries = Options::kQueryStages > 1;
+
+  // Tiles are boxes of 64 columns, one behind the other: rows of 128 bytes. What a box has beyond the tensor's columns is zero.
+  static constexpr int kBoxColumns = 64;
+  static constexpr int kKeyBoxes = ceil_div(Options::kHeadDim, kBoxColumns);
+  static constexpr int kValueBoxes = ceil_div(Options::kHeadDimV, kBoxColumns);
+  using QueryBox = SmemTile<T, kMmaRows, kBoxColumns, true>;
+  using KeyBox = SmemTile<T, kBlockK, kBoxColumns, true>;
+  using Values = SmemTile<T, kValueBoxes * kBoxColumns, kBlockK, false>;
+
+  static constexpr int kOutBytes = kValueBoxes * kMmaRows * kSwizzleRowBytes;  // of a consumer
+  static constexpr int kQueryBytes = Options::kOutOverQuery ? max_of(kKeyBoxes * QueryBox::kBytes, kOutBytes) : kKeyBoxes * QueryBox::kBytes;
+  static constexpr int kKeyBytes = kKeyBoxes * KeyBox::kBytes;
+  static constexpr int kValueBytes = Values::kBytes;
+  static constexpr int kOutAt = Options::kQueryStages * kConsumers * kQueryBytes;
+  static constexpr int kKeysAt = kOutAt + (Options::kOutOverQuery ? 0 : kConsumers * kOutBytes);
+  static constexpr int kValuesAt = kKeysAt + kStages * kKeyBytes;
+  static constexpr int kBarriersAt = kValuesAt + kStages * kValueBytes;
+
+  // Values of keys that a row must not see may be inf or NaN, and 0 * NaN is NaN. Where a tile may have such keys, the warps beside
+  // the one that copies look its values through while the scores are being made.
+  static constexpr bool kChecks = Base::kMayHide || Options::kRagged || Options::kKvLens;
+  static constexpr int kCheckers = kChecks ? 3 : 0;  // warps
+  using KeyRing = Pipeline<kStages, Options::kWarps>;
+  using ValueRing = Pipeline<kStages, Options::kWarps + kCheckers>;
+  static constexpr int kReaders = Options::kWarps + kCheckers;
+  using Slots = RowTileSlots<kReaders>;
+  static constexpr int kValueRingAt = kBarriersAt + KeyRing::kBytes;
+  static constexpr int kCheckedAt = kValueRingAt + ValueRing::kBytes;  // barriers: a stage has been looked through
+  static constexpr int kQueriesAt = kCheckedAt + kStages * 8;          // barriers: full and empty of each consumer and stage
+  static constexpr int kSlotsAt = round_up(kQueriesAt + 2 * Options::kQueryStages * kConsumers * 8, 16);
+  static constexpr int kFlagsAt = kSlotsAt + Slots::kBytes;            // of each stage and checking warp: not finite
+  static constexpr int kSharedBytes = round_up(kFlagsAt + kStages * 4 * 4, 128);
+
+  // A warpgroup begins with what a launch of kThreads gives each; the copying one leaves most of it to the others.
+  static constexpr int kLaunchRegisters = 65536 / (kThreads * Options::kResident) / 8 * 8;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
+  static constexpr int kConsumerRegisters =
+      min_of(240, (min_of(kLaunchRegisters, 240) * (kConsumers + 1) - kProducerRegisters) / kConsumers / 8 * 8);
+
+  static constexpr int kDepthSteps = Base::kDepth / 16;
+  static constexpr int kKeySteps = kBlockK / 16;
+  static constexpr int kScoreCount = kBlockK / 2;             // of a lane
+  static constexpr int kOutputCount = Base::kSplitColumns / 2;  // of a lane
+};
+
+// Named barriers; 0 is __syncthreads.
+enum Sm90Barrier { kAllConsumers = 1, kTurn = 2, kOfConsumer = 5 };
+
+}  // namespace kernelgen

@@ -1,0 +1,153 @@
+// How a persistent block of attention/prefill_sm90 comes by its row tiles, one after the other.
+//
+// The warp that copies takes the next tile from a counter in memory, finds out what it is, and hands it to the other warps by a ring
+// of slots in shared memory. It asks while the tile before is still being loaded, so that the counter's latency is hidden.
+//
+// Order. A tile under a right bound sees more keys the later it lies: the longest go first, so that the last ones to end are short.
+// Dense: `section` heads are taken at a time (their keys and values fit into L2), tile by tile, heads fastest. Ragged: requests in
+// turn, tile by tile, heads fastest.
+//
+// p.counter are two words, which every launch finds and leaves at zero: the second counts blocks that found no more tiles, and the
+// last one clears both. A launch that depends on this one touches them only when it has ended.
+#pragma once
+
+#include <kernelgen/cuda/memory.cuh>
+#include <kernelgen/cuda/warp.cuh>
+#include <kernelgen/sm90/pipeline.cuh>
+
+namespace kernelgen {
+
+// Slots of eight words: first query (-1: no more tiles), head, request, lengths and first rows of its queries and keys.
+template <int Readers>
+struct RowTileSlots : Pipeline<2, Readers> {
+  using Base = Pipeline<2, Readers>;
+  static constexpr int kWords = 8;
+  static constexpr int kBytes = Base::kBytes + 2 * kWords * 4;
+
+  __device__ uint32_t slot(int stage) const { return this->barriers + Base::kBytes + stage * kWords * 4; }
+};
+
+// A reader's side, by whole warps: next() until it says no.
+template <class Rows, int Readers>
+struct RowTileReader {
+  using Slots = RowTileSlots<Readers>;
+  Slots slots;
+  typename Slots::Position at;
+
+  __device__ bool next(typename Rows::Work& work) {
+    uint32_t first[4] = {}, second[4] = {};
+    slots.wait_full(at);
+    // By the lane that gives the slot back: racecheck does not see that __syncwarp orders the others' reads.
+    if (lane_id() == 0) {
+      load_chunk(first, slots.slot(at.stage));
+      load_chunk(second, slots.slot(at.stage) + 16);
+    }
+    slots.release(at.stage);
+    at.advance();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      first[i] = __shfl_sync(kFullWarp, first[i], 0);
+      second[i] = __shfl_sync(kFullWarp, second[i], 0);
+    }
+    work.first_query = static_cast<int>(first[0]);
+    work.head_ = static_cast<int>(first[1]);
+    work.request = static_cast<int>(first[2]);
+    work.seq_q = static_cast<int>(second[0]);
+    work.seq_k = static_cast<int>(second[1]);
+    work.q_start = static_cast<int>(second[2]);
+    work.k_start = static_cast<int>(second[3]);
+    work.value_column = 0;
+    return work.first_query >= 0;
+  }
+};
+
+template <class Shape, class Rows, int Readers>
+struct RowTileDealer {
+  using Slots = RowTileSlots<Readers>;
+  using Params = typename Rows::Params;
+  using Work = typename Rows::Work;
+  static constexpr int kBlockQ = Shape::kBlockQ;
+  Slots slots;
+  int index;              // of this tile among all; the first is the block's own
+  int asked = 0;          // of the lane that asks
+  int scanned = 0, before = 0;  // ragged: requests that lie behind, and their tiles
+  typename Slots::Position at;
+
+  // The next tile, handed out. False, and the others are told, when there is none.
+  __device__ bool next(const Params& p, Work& work) {
+    const bool found = Shape::kRagged ? find_ragged(p, work) : find_dense(p, work);
+    if (!found) work.first_query = -1;
+    slots.wait_empty(at);
+    if (lane_id() == 0) {
+      const uint32_t first[4] = {static_cast<uint32_t>(work.first_query), static_cast<uint32_t>(work.head_), static_cast<uint32_t>(work.request), 0};
+      const uint32_t second[4] = {static_cast<uint32_t>(work.seq_q), static_cast<uint32_t>(work.seq_k), static_cast<uint32_t>(work.q_start),
+                                  static_cast<uint32_t>(work.k_start)};
+      store_chunk(slots.slot(at.stage), first);
+      store_chunk(slots.slot(at.stage) + 16, second);
+      barrier_arrive(slots.full(at.stage));
+    }
+    at.advance();
+    return found;
+  }
+
+  // By the whole warp, once for each tile, before advance().
+  __device__ void ask(const Params& p) {
+    if (lane_id() == 0) asked = static_cast<int>(gridDim.x) + atomicAdd(p.counter, 1);
+  }
+  __device__ void advance() { index = __shfl_sync(kFullWarp, asked, 0); }
+
+  // Behind the last tile: this block asks no more.
+  __device__ void finish(const Params& p) {
+    if (lane_id() != 0 || atomicAdd(p.counter + 1, 1) + 1 != static_cast<int>(gridDim.x)) return;
+    p.counter[0] = 0;
+    p.counter[1] = 0;
+  }
+
+  __device__ static void cut_keys(const Params& p, Work& work) {
+    if constexpr (Shape::kKvLens) work.seq_k = min(max(p.kv_lens[work.request], 0), work.seq_k);
+  }
+
+  __device__ bool find_dense(const Params& p, Work& work) {
+    if (index >= p.tiles) return false;
+    const int of_section = p.section * p.row_tiles, section = index / of_section, within = index - section * of_section;
+    const int heads = min(p.section, p.batch * p.num_q_heads - section * p.section);
+    const int tile = within / heads, head = section * p.section + within - tile * heads;
+    work.request = head / p.num_q_heads;
+    work.head_ = head - work.request * p.num_q_heads;
+    work.first_query = (Shape::kBoundedRight ? p.row_tiles - 1 - tile : tile) * kBlockQ;
+    work.seq_q = p.seq_q;
+    work.seq_k = p.seq_k;
+    work.q_start = work.k_start = 0;
+    cut_keys(p, work);
+    return true;
+  }
+
+  // The request is found by a prefix sum of its tiles, 32 requests at a time. Indices of a block rise, so what lies behind stays behind.
+  __device__ bool find_ragged(const Params& p, Work& work) {
+    int tile = index / p.num_q_heads;
+    work.head_ = index - tile * p.num_q_heads;
+    for (; scanned < p.batch; scanned += kWarpSize) {
+      const int b = scanned + lane_id();
+      const int own = b < p.batch ? ceil_div(p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b], kBlockQ) : 0;
+      const int through = before + warp_inclusive_scan(own);
+      const uint32_t past = __ballot_sync(kFullWarp, through > tile);
+      if (past != 0) {
+        const int lane = __ffs(past) - 1;
+        const int tiles = __shfl_sync(kFullWarp, own, lane);
+        tile -= __shfl_sync(kFullWarp, through, lane) - tiles;
+        work.request = scanned + lane;
+        work.first_query = (Shape::kBoundedRight ? tiles - 1 - tile : tile) * kBlockQ;
+        work.q_start = p.cu_seqlens_q[work.request];
+        work.k_start = p.cu_seqlens_k[work.request];
+        work.seq_q = p.cu_seqlens_q[work.request + 1] - work.q_start;
+        work.seq_k = p.cu_seqlens_k[work.request + 1] - work.k_start;
+        cut_keys(p, work);
+        return true;
+      }
+      before = __shfl_sync(kFullWarp, through, kWarpSize - 1);
+    }
+    return false;
+  }
+};
+
+}  // namespace kernelgen

@@ -1,0 +1,191 @@
+"""attention/prefill_sm90 on a Hopper GPU: the differential suite, lengths and head dims, non-finite values, every config, repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import kernelgen
+from kernelgen import build
+from kernelgen import reference as ref
+from kernelgen.kernels.attention import prefill_sm90
+from kernelgen.kernels.attention.prefill_sm90_configs import TABLE, Config
+from kernelgen.problems.attention import AttentionProblem
+from kernelgen.targets import target_of
+from kernelgen.tensors import AttentionTensors
+from kernelgen.testing.adapters import aligned, only
+from kernelgen.testing.attention_cases import Spec, check, make_problem, specs
+from kernelgen.testing.data import cu_seqlens, poisoned_empty, random_lengths, random_tensors, seed_of
+from kernelgen.testing.tolerance import assert_attention_close, assert_bits_equal, assert_lse_close
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90")
+
+BF16, FP16 = torch.bfloat16, torch.float16
+CUDA, KERNEL = "cuda", "attention/prefill_sm90"
+NAN, INF = float("nan"), float("inf")
+AXES: dict[str, tuple[Any, ...]] = {
+    "layout": ("dense", "ragged"), "dtype": ("bf16", "fp16"), "kv": ("same",), "scales": ("none",), "rope": ("same",),
+    "dims": ((128, 128), (64, 64), (72, 40), (192, 128), (8, 24), (256, 256), (96, 96), (64, 256)),
+    "variant": ("none", "score", "mask"), "pages": ("pow2",), "kv_layout": ("NHD",), "batch_invariant": (False,),
+}
+
+
+@pytest.fixture(autouse=True)
+def this_kernel() -> Iterator[None]:
+    with only("generated", KERNEL):
+        yield
+
+
+def inputs(b: int, sq: int, sk: int, hq: int, hkv: int, d: int, dv: int | None = None, dtype: torch.dtype = BF16, *,
+           seed: int) -> list[torch.Tensor]:
+    return random_tensors([(b, sq, hq, d), (b, sk, hkv, d), (b, sk, hkv, dv or d)], dtype, seed=seed, device=CUDA)
+
+
+def compare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *lengths: torch.Tensor, seed: int, what: str, **features: Any) -> None:
+    """Twice into poisoned outputs, against the reference and itself."""
+    ours, theirs = (kernelgen.attention_varlen, ref.attention_varlen) if lengths else (kernelgen.attention, ref.attention)
+    results = []
+    for _ in range(2):
+        out = poisoned_empty((*q.shape[:-1], v.shape[-1]), q.dtype, CUDA)
+        lse = poisoned_empty(q.shape[:2] if lengths else (q.shape[0], q.shape[2], q.shape[1]), torch.float32, CUDA)
+        ours(q, k, v, *lengths, out=out, lse=lse, return_lse=True, backend="generated", **features)
+        results.append((out, lse))
+    for first, second in zip(*results):
+        assert_bits_equal(second, first, what=f"{what}, second run")
+    exact, exact_lse = theirs(q, k, v, *lengths, return_lse=True, **features)
+    plain, plain_lse = theirs(q, k, v, *lengths, return_lse=True, compute_dtype=torch.float32, p_dtype=v.dtype, **features)
+    assert_attention_close(results[0][0], exact, plain.to(q.dtype), what=what, seed=seed)
+    assert_lse_close(results[0][1], exact_lse, plain_lse, what=what, seed=seed)
+
+
+@pytest.mark.parametrize("spec", specs(60, seed=29, axes=AXES), ids=str)
+def test_differential(spec: Spec) -> None:
+    for index in range(4):
+        check(aligned(make_problem(spec, index)), CUDA, "generated")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d, dv", [(8, 8), (24, 24), (40, 40), (80, 80), (112, 112), (128, 64), (160, 160), (192, 192), (200, 200),
+                                   (224, 224), (240, 240), (256, 64), (64, 256), (128, 8), (8, 256)])
+def test_head_dims(d: int, dv: int, causal: bool) -> None:
+    seed = seed_of("sm90 head dims", d, dv, causal)
+    compare(*inputs(2, 333, 451, 4, 2, d, dv, FP16 if d % 16 else BF16, seed=seed), seed=seed, what=f"d={d}/{dv} causal={causal}",
+            causal=causal)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("sq, sk", [(1, 1), (1, 1000), (17, 17), (63, 65), (128, 128), (129, 127), (300, 100), (1000, 1), (511, 513),
+                                    (64, 0), (0, 64), (0, 0), (2000, 2100), (192, 4000)])
+def test_lengths(sq: int, sk: int, causal: bool) -> None:
+    seed = seed_of("sm90 lengths", sq, sk, causal)
+    for d in (64, 128):
+        compare(*inputs(2, sq, sk, 3, 3, d, dtype=FP16, seed=seed), seed=seed, what=f"{sq}x{sk} d={d} causal={causal}", causal=causal)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("count, longest", [(1, 900), (7, 700), (150, 300)])
+def test_ragged(count: int, longest: int, causal: bool) -> None:
+    """Requests of any lengths, some of none; NaN behind the last one and between requests, which nobody may see."""
+    seed = seed_of("sm90 ragged", count, causal)
+    lens_q, lens_k = (random_lengths(count, longest, seed=seed + i) for i in (0, 1))
+    q, k, v = random_tensors([(sum(lens_q) + 9, 4, 96), (sum(lens_k) + 50, 2, 96), (sum(lens_k) + 50, 2, 96)], BF16, seed=seed, device=CUDA)
+    k[sum(lens_k):], v[sum(lens_k):] = NAN, INF
+    lengths = cu_seqlens(lens_q, CUDA), cu_seqlens(lens_k, CUDA)
+    rows = sum(lens_q)
+    out = poisoned_empty(q.shape, BF16, CUDA)
+    kernelgen.attention_varlen(q, k, v, *lengths, causal=causal, out=out, backend="generated")
+    assert torch.isnan(out[rows:]).all()
+    exact = ref.attention_varlen(q[:rows], k, v, *lengths, causal=causal)
+    plain = ref.attention_varlen(q[:rows], k, v, *lengths, causal=causal, compute_dtype=torch.float32, p_dtype=BF16).to(BF16)
+    assert_attention_close(out[:rows], exact, plain, what=f"ragged {count} causal={causal}", seed=seed)
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("values", [(NAN,), (INF,), (NAN, INF, -INF)])
+@pytest.mark.parametrize("causal, window", [(True, None), (False, (40, 10)), (True, (65, None)), (False, None)])
+def test_nonfinite_keys_and_values_reach_exactly_the_rows_that_see_them(
+    d: int, values: tuple[float, ...], causal: bool, window: tuple[int | None, int | None] | None,
+) -> None:
+    seed = seed_of("sm90 nonfinite", d, values, causal, window)
+    q, k, v = inputs(1, 490, 650, 4, 2, d, seed=seed)
+    for i, j in enumerate([3, 61, 64, 130, 187, 222, 249, 400, 533, 649]):
+        v[:, j, i % 2, 13 * i % d] = values[i % len(values)]
+    k[:, 100, 1, 5] = k[:, 240, 1, 7] = NAN
+    out = poisoned_empty(q.shape, BF16, CUDA)
+    kernelgen.attention(q, k, v, causal=causal, window=window, out=out, backend="generated")
+    exact = ref.attention(q, k, v, causal=causal, window=window)
+    plain = ref.attention(q, k, v, causal=causal, window=window, compute_dtype=torch.float32, p_dtype=BF16).to(BF16)
+    assert_attention_close(out, exact, plain, what=f"values {values} causal={causal} window={window}", seed=seed)
+
+
+def every_config() -> list[tuple[int, Config]]:
+    """(head dim, config) of the table, and schedules that it does not use."""
+    rows = [(limit, config) for limit, *both in TABLE for configs in both for config in configs]
+    others = [(128, Config(1, 128, pingpong=False)), (128, Config(2, 128, pingpong=False)), (64, Config(3, 96)), (64, Config(2, 176, 3)),
+              (64, Config(3, 64, 4, False)), (128, Config(2, 64, 3, out_over_query=True)), (32, Config(3, 128)), (32, Config(1, 256, 3)),
+              (128, Config(2, 128, query_stages=2)), (128, Config(2, 128, out_over_query=True, query_stages=2)), (64, Config(3, 96, query_stages=2)),
+              (64, Config(1, 64, 3, query_stages=2)), (96, Config(3, 64, pingpong=False, out_over_query=True, query_stages=2))]
+    return list(dict.fromkeys(rows + others))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d, config", every_config(), ids=str)
+def test_every_config(d: int, config: Config, causal: bool) -> None:
+    seed = seed_of("sm90 config", d, config, causal)
+    q, k, v = inputs(3, 701, 733, 6, 2, d, seed=seed)
+    v[:, 680, 0, 3] = NAN
+    problem = AttentionProblem("dense", 3, 701, 733, 6, 2, d, d, "bf16", "bf16", "bf16", causal=causal)
+    target = target_of(CUDA)
+    verdict = prefill_sm90.legal(problem, target, config)
+    if not verdict:
+        pytest.skip(verdict.reason)
+    tensors = AttentionTensors(q, k, v, poisoned_empty(q.shape, BF16, CUDA), None, d**-0.5)
+    run = prefill_sm90.bind(problem, config, build.kernel(prefill_sm90.spec(problem, target, config)), tensors)
+    run(tensors)
+    exact = ref.attention(q, k, v, causal=causal)
+    plain = ref.attention(q, k, v, causal=causal, compute_dtype=torch.float32, p_dtype=BF16).to(BF16)
+    assert_attention_close(tensors.out, exact, plain, what=f"{config} d={d} causal={causal}", seed=seed)
+    first = tensors.out.clone()
+    for _ in range(200):
+        run(tensors)
+    assert_bits_equal(tensors.out, first, what=f"{config}, 201st run")
+
+
+def test_repeats_in_a_cuda_graph_and_on_two_streams() -> None:
+    q, k, v = inputs(2, 900, 900, 4, 2, 128, seed=12)
+    expected = kernelgen.attention(q, k, v, causal=True, backend="generated")
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    outs = [poisoned_empty(q.shape, BF16, CUDA) for _ in streams]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    for _ in range(20):
+        for stream, out in zip(streams, outs):
+            with torch.cuda.stream(stream):
+                kernelgen.attention(q, k, v, causal=True, out=out, backend="generated")
+    torch.cuda.synchronize()
+    for out in outs:
+        assert_bits_equal(out, expected, what="two streams")
+    out = poisoned_empty(q.shape, BF16, CUDA)
+    graph = torch.cuda.CUDAGraph()
+    kernelgen.attention(q, k, v, causal=True, out=out, backend="generated")
+    out.fill_(NAN)
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            kernelgen.attention(q, k, v, causal=True, out=out, backend="generated")
+    for _ in range(5):
+        graph.replay()
+    assert_bits_equal(out, expected, what="graph replay")
+
+
+def test_what_the_kernel_refuses_names_the_value() -> None:
+    target = target_of(CUDA)
+    base = AttentionProblem("dense", 1, 8, 8, 2, 2, 64, 64, "bf16", "bf16", "bf16")
+    assert prefill_sm90.supports(base, target)
+    for changed, words in (({"q_dtype": "e4m3", "kv_dtype": "e4m3"}, "e4m3"), ({"head_dim": 264}, "264"), ({"alignment": 8}, "alignment 8"),
+                           ({"block_mask": True}, "block_mask"), ({"requires_grad": True}, "backward")):
+        verdict = prefill_sm90.supports(replace(base, **changed), target)
+        assert not verdict and words in verdict.reason
