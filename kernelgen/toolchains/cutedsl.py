@@ -13,7 +13,7 @@ import re
 import shlex
 import shutil
 import sys
-from functools import cache, lru_cache
+from functools import lru_cache
 from importlib import metadata, util
 from pathlib import Path
 
@@ -83,9 +83,22 @@ def _newest(major: int | None, found: dict[int, Path]) -> int:
     return max(fitting)
 
 
-@cache
-def _identity(version: str, major: int) -> ToolchainId:
-    return ToolchainId("cutedsl", f"CuTe-DSL {version}", PARAMS_ABI, cuda_major=major)
+@lru_cache(maxsize=1)
+def _identity() -> ToolchainId:
+    """Raises ToolchainMissing, which is not remembered."""
+    try:
+        version = metadata.version("nvidia-cutlass-dsl-libs-base")
+    except metadata.PackageNotFoundError as error:
+        raise ToolchainMissing(f"CuTe-DSL is not installed: no package nvidia-cutlass-dsl-libs-base; {INSTALL}") from error
+    python = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    compilers = flavours("dsl_packages/cutlass/_mlir/_mlir_libs/_cutlass_ir.cu{}." + f"cpython-{python.replace('.', '')}-*.so")
+    libraries = runtime_libraries()
+    both = {major: path for major, path in compilers.items() if major in libraries}
+    if not both:
+        has = ", ".join(f"CUDA {m}" for m in sorted(libraries)) or "none"
+        raise ToolchainMissing(f"CuTe-DSL {version} has no compiler for Python {python} with a run-time library beside it (run-time "
+                               f"libraries: {has}); {INSTALL}")
+    return ToolchainId("cutedsl", f"CuTe-DSL {version}", PARAMS_ABI, cuda_major=_newest(_driver_major(), both))
 
 
 class CuteDsl(Toolchain):
@@ -99,19 +112,7 @@ class CuteDsl(Toolchain):
         return int(torch.version.cuda.split(".")[0]) if torch.version.cuda else None
 
     def identity(self) -> ToolchainId:
-        try:
-            version = metadata.version("nvidia-cutlass-dsl-libs-base")
-        except metadata.PackageNotFoundError as error:
-            raise ToolchainMissing(f"CuTe-DSL is not installed: no package nvidia-cutlass-dsl-libs-base; {INSTALL}") from error
-        python = f"{sys.version_info[0]}.{sys.version_info[1]}"
-        compilers = flavours("dsl_packages/cutlass/_mlir/_mlir_libs/_cutlass_ir.cu{}." + f"cpython-{python.replace('.', '')}-*.so")
-        libraries = runtime_libraries()
-        both = {major: path for major, path in compilers.items() if major in libraries}
-        if not both:
-            has = ", ".join(f"CUDA {m}" for m in sorted(libraries)) or "none"
-            raise ToolchainMissing(f"CuTe-DSL {version} has no compiler for Python {python} with a run-time library beside it (run-time "
-                                   f"libraries: {has}); {INSTALL}")
-        return _identity(version, _newest(_driver_major(), both))
+        return _identity()
 
     def flags(self, target: Target) -> tuple[str, ...]:
         level, _ = _HOST_LEVELS.get(platform.machine(), ("native", ()))

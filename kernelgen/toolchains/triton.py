@@ -7,6 +7,7 @@ that Triton adds behind them come from what it says of the compiled kernel.
 from __future__ import annotations
 
 import shutil
+from functools import lru_cache
 from importlib import metadata, util
 from pathlib import Path
 
@@ -29,20 +30,25 @@ _LAUNCH = ("entry", "num_warps", "num_ctas", "shared_memory", "hidden_pointers",
            "programmatic", "cooperative")
 
 
+@lru_cache(maxsize=1)
+def _identity() -> ToolchainId:
+    for name in _DISTRIBUTIONS:
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        if util.find_spec("triton") is not None:
+            return ToolchainId("triton", f"Triton {version}", PARAMS_ABI)
+    raise ToolchainMissing(f"Triton is not installed: no package {' or '.join(_DISTRIBUTIONS)}; {INSTALL}")
+
+
 class Triton(Toolchain):
     """Its cubins carry no CUDA version in their key: Triton's own ptxas is older than any driver that a supported torch runs with."""
 
     name = "triton"
 
     def identity(self) -> ToolchainId:
-        for name in _DISTRIBUTIONS:
-            try:
-                version = metadata.version(name)
-            except metadata.PackageNotFoundError:
-                continue
-            if util.find_spec("triton") is not None:
-                return ToolchainId("triton", f"Triton {version}", PARAMS_ABI)
-        raise ToolchainMissing(f"Triton is not installed: no package {' or '.join(_DISTRIBUTIONS)}; {INSTALL}")
+        return _identity()
 
     def flags(self, target: Target) -> tuple[str, ...]:
         """Contraction of a * b + c is said by name, as its default differs between compilers."""

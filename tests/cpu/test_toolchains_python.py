@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,6 +39,13 @@ def _missing(name: str) -> str:
 
 needs = {name: pytest.mark.skipif(bool(_missing(name)), reason=f"{name} is not installed") for name in TEMPLATES}
 both = pytest.mark.parametrize("name", [pytest.param(name, marks=needs[name]) for name in TEMPLATES])
+
+
+@pytest.fixture(autouse=True)
+def installed_as_it_is() -> Iterator[None]:
+    """What is found of the DSL is remembered; some tests hide it."""
+    yield
+    cutedsl._identity.cache_clear()
 
 
 def spec(name: str, **options: object) -> KernelSpec:
@@ -96,6 +104,7 @@ def test_loads_with_the_run_time_library_alone(fresh_cache: Path, monkeypatch: p
         build.build(spec("cutedsl"))
         build.forget()
         monkeypatch.setattr(cutedsl.metadata, "version", _no_package)
+        cutedsl._identity.cache_clear()
         for jit in (True, False):
             with override(jit=jit):
                 kernel = build.kernel(spec("cutedsl"))
@@ -141,6 +150,7 @@ def test_without_a_linker_the_object_is_kept(fresh_cache: Path, monkeypatch: pyt
 @needs["cutedsl"]
 def test_cuda_versions_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cutedsl, "_driver_major", lambda: 11)
+    cutedsl._identity.cache_clear()
     with pytest.raises(ToolchainMissing, match=r"run-time library is for CUDA \d\d.*supports CUDA 11"):
         toolchain("cutedsl").identity()
     monkeypatch.setattr(cutedsl, "runtime_libraries", lambda: {12: Path("/nowhere")})
