@@ -123,7 +123,10 @@ def _in(e: Expression, names: Mapping[Expression, str], wanted: str) -> str:
 
 def _text(e: Expression, names: Mapping[Expression, str]) -> str:
     if e.op == "load":
-        return f"functions.load({', '.join((f'extra_{e.value}', *(_in(i, names, 'Int32') for i in e.operands)))})"
+        places = [_in(i, names, "Int32") for i in e.operands]
+        indices = [at if i.low >= 0 else f"functions.from_end(extra_{e.value}, {d}, {at})"
+                   for d, (i, at) in enumerate(zip(e.operands, places))]
+        return f"functions.load({', '.join((f'extra_{e.value}', *indices))})"
     if e.op == "cast":
         return _in(e.operands[0], names, _kind(e))
     if e.op == "where":
@@ -142,7 +145,7 @@ def _text(e: Expression, names: Mapping[Expression, str]) -> str:
     if e.op == "neg":
         return f"-{values[0]}"
     if e.op == "not" and e.dtype == BOOL:
-        return f"~{values[0]}"
+        return f"functions.negation({values[0]})"
     if e.op in _HELPERS:
         return f"functions.{_HELPERS[e.op]}({', '.join(values)})"
     if e.op in _MATH and wanted == "Float32":

@@ -24,6 +24,10 @@ def absolute(x):
     return where(x < 0, -x, x)
 
 
+def negation(x):
+    return where(x, Boolean(False), Boolean(True))
+
+
 def sigmoid(x):
     return Float32(1) / (Float32(1) + cute.math.exp(-x))
 
@@ -33,14 +37,20 @@ def power(a, b):
 
 
 def load(tensor, *indices):
-    """An element as float or int; an index outside reads the nearest one, a negative one counts from the end."""
-    place = []
-    for d in range(len(indices)):
-        index, size = Int32(indices[d]), Int32(cute.size(tensor, mode=[d]))
-        index = where(index < 0, index + size, index)
-        index = where(index < 0, Int32(0), index)
-        place.append(where(index < size, index, size - 1))
-    value = tensor[tuple(place)]
+    """An element as float or int; ``indices`` are not negative, and what is past the end reads the last one."""
+    place = tuple(smaller(Int32(index), Int32(cute.size(tensor, mode=[d])) - 1) for d, index in enumerate(indices))
+    value = tensor[place]
     if cutlass.const_expr(tensor.element_type in (cutlass.Int32, cutlass.Int64, cutlass.Uint8)):
         return Int32(value)
     return Float32(value)
+
+
+def from_end(tensor, mode, index):
+    """An index that counts from the end where it is negative, as Python's do; not below the first."""
+    index = Int32(index)
+    index = where(index < 0, index + Int32(cute.size(tensor, mode=[mode])), index)
+    return where(index < 0, Int32(0), index)
+
+
+def smaller(a, b):
+    return where(a < b, a, b)

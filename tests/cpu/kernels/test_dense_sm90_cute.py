@@ -73,6 +73,8 @@ def test_an_epilogue_is_what_its_function_says() -> None:
     assert traced.names == ("scale", "shift") and traced.declarations == ("cute.Tensor", "cutlass.Float32")
     assert traced.code.splitlines()[0] == "def epilogue(x, batch, row, column, extra_scale, extra_shift):"
     assert "functions.load(extra_scale, row)" in traced.code and "functions.maximum(x, Float32(0.0))" in traced.code
+    back = trace_epilogue(lambda x, ctx: x + ctx.scale[ctx.column - 3], {"scale": torch.zeros(3)})
+    assert "functions.load(extra_scale, functions.from_end(extra_scale, 0, t0))" in back.code
     renamed = trace_epilogue(lambda value, context: function(value, context), {"scale": torch.zeros(7)}, {"shift": 2.0})
     assert renamed == traced and renamed.digest == traced.digest, "names of functions and values of numbers are not compiled in"
     assert dense_sm90_cute.spec(BASE, H200, Config(1, 2, 256, 4), traced) != dense_sm90_cute.spec(BASE, H200, Config(1, 2, 256, 4))
