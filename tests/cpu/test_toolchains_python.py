@@ -55,6 +55,7 @@ def spec(name: str, **options: object) -> KernelSpec:
 
 @both
 def test_built_in_a_child_found_again_and_equal_wherever_it_is_built(name: str, fresh_cache: Path, tmp_path: Path) -> None:
+    imported = set(sys.modules)  # torch.compile of another test may have imported Triton
     with toy.templates():
         artifact, built = build.build(spec(name))
         assert built and build.build(spec(name))[1] is False
@@ -66,7 +67,7 @@ def test_built_in_a_child_found_again_and_equal_wherever_it_is_built(name: str, 
     assert set(artifact.meta["files"]) == left
     assert 0 < artifact.meta["registers"] <= 32 and artifact.meta["stack_bytes"] == 0
     assert 0 < artifact.meta["compile_seconds"] < artifact.meta["seconds"]
-    assert not {"cutlass", "triton"} & set(sys.modules), "compilers stay in their own processes"
+    assert not {"cutlass", "triton"} & (set(sys.modules) - imported), "compilers stay in their own processes"
 
 
 @both
