@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,15 +15,50 @@ from kernelgen.errors import LaunchError
 from kernelgen.launch.host import load_error
 from kernelgen.specs import KernelSpec
 
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+@contextmanager
+def _relaxed_capture() -> Iterator[None]:
+    """A first call loads the kernel onto the device, which is legal while a stream is captured in this mode only."""
+    try:
+        exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    except OSError:  # no driver: the call will say so
+        yield
+        return
+    mode = ctypes.c_int(_RELAXED)
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+class Entry:
+    """One function of a kernel's library; the first call may be within a CUDA graph's capture."""
+
+    __slots__ = ("_called", "_function")
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function, self._called = function, False
+
+    def __call__(self, *arguments: Any) -> None:
+        if self._called:
+            self._function(*arguments)
+            return
+        with _relaxed_capture():
+            self._function(*arguments)
+        self._called = True
+
 
 @dataclass(frozen=True)
 class CuteKernel:
     """A loaded kernel. ``functions``: of ``spec.entries``, in order; each takes the arguments that the template gave its entry."""
 
     spec: KernelSpec
-    functions: tuple[Callable[..., Any], ...]
+    functions: tuple[Entry, ...]
 
-    def entry(self, name: str) -> Callable[..., Any]:
+    def entry(self, name: str) -> Entry:
         """The function of that name. Raises ValueError for one that the spec does not list."""
         return self.functions[self.spec.entries.index(name)]
 
@@ -52,9 +88,9 @@ def load_cute_kernel(spec: KernelSpec, artifact: Artifact) -> CuteKernel:
     try:
         if path.suffix == ".o":
             module: Any = _link_in_memory(path)
-            return CuteKernel(spec, tuple(getattr(module, name) for name in spec.entries))
+            return CuteKernel(spec, tuple(Entry(getattr(module, name)) for name in spec.entries))
         module = tvm_ffi.load_module(str(path))
-        return CuteKernel(spec, tuple(module[name] for name in spec.entries))
+        return CuteKernel(spec, tuple(Entry(module[name]) for name in spec.entries))
     except (OSError, RuntimeError, AttributeError) as error:
         raise load_error(str(spec), path, error) from error
 

@@ -18,16 +18,16 @@ from kernelgen.testing.data import poisoned_empty
 SIZES = (1, 127, 128, 1000, 100_003)
 
 
-def _cute() -> Callable[[torch.Tensor, torch.Tensor], None]:
+def _cute(factor: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
     with toy.templates():
-        spec = replace(toy.spec("sm_90a", factor=-3, template=toy.CUTE_TEMPLATE), params=ParamStruct(()))
+        spec = replace(toy.spec("sm_90a", factor=factor, template=toy.CUTE_TEMPLATE), params=ParamStruct(()))
         kernel: Any = build.kernel(replace(spec, target=replace(target_of("cuda"), sm_count=0, shared_memory_per_block=0)))
     return kernel.entry("scale")
 
 
-def _triton() -> Callable[[torch.Tensor, torch.Tensor], None]:
+def _triton(factor: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
     with toy.templates():
-        spec = toy.spec("sm_90a", factor=-3, template=toy.TRITON_TEMPLATE)
+        spec = toy.spec("sm_90a", factor=factor, template=toy.TRITON_TEMPLATE)
         kernel: Any = build.kernel(replace(spec, target=replace(target_of("cuda"), sm_count=0, shared_memory_per_block=0)))
 
     def run(x: torch.Tensor, y: torch.Tensor) -> None:
@@ -36,12 +36,14 @@ def _triton() -> Callable[[torch.Tensor, torch.Tensor], None]:
     return run
 
 
-@pytest.fixture(params=["cutedsl", "triton"])
-def scale(request: pytest.FixtureRequest) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    return {"cutedsl": _cute, "triton": _triton}[request.param]()
+@pytest.fixture(params=[_cute, _triton], ids=["cutedsl", "triton"])
+def scaling(request: pytest.FixtureRequest) -> Callable[[int], Callable[[torch.Tensor, torch.Tensor], None]]:
+    """By a factor: each is a kernel of its own."""
+    return request.param
 
 
-def test_sizes_streams_and_graphs(scale: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+def test_sizes_streams_and_graphs(scaling: Callable[[int], Callable[[torch.Tensor, torch.Tensor], None]]) -> None:
+    scale = scaling(-3)
     for n in SIZES:
         x, y = torch.randn(n, device="cuda"), poisoned_empty((n,), torch.float32, "cuda")
         scale(x, y)
@@ -60,3 +62,13 @@ def test_sizes_streams_and_graphs(scale: Callable[[torch.Tensor, torch.Tensor], 
     y.fill_(float("nan"))
     graph.replay()
     assert torch.equal(y, -3 * x)
+
+
+def test_a_first_call_within_a_capture(scaling: Callable[[int], Callable[[torch.Tensor, torch.Tensor], None]]) -> None:
+    scale = scaling(-5)  # that nobody called before
+    x, y = torch.randn(1000, device="cuda"), poisoned_empty((1000,), torch.float32, "cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        scale(x, y)
+    graph.replay()
+    assert torch.equal(y, -5 * x)
