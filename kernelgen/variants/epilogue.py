@@ -1,4 +1,5 @@
-"""Epilogues of products: a Python function ``(x, ctx) -> y`` of one element of a @ b, traced as a variant of attention is.
+"""Epilogues of products: a Python function ``(x, ctx) -> value`` of one element of a @ b, traced as a variant of attention is; of a product
+whose columns are a gate's and what it gates ``(x, y, ctx) -> value``, x of the first half of the columns and y of the second.
 
 ``ctx`` has ``batch``, ``row`` and ``column`` of the element, the extra tensors, indexed with one integer expression per dimension, and the
 extra numbers. Traced once, it is written as Python for CuTe-DSL (templates/cute/functions.py has its helpers).
@@ -55,9 +56,9 @@ class TracedEpilogue:
 
     @cached_property
     def code(self) -> str:
-        """``def epilogue(x, batch, row, column, *extra values)``."""
+        """``def epilogue(x, y, batch, row, column, *extra values)``."""
         names: dict[Expression, str] = {}
-        lines = [f"def epilogue({', '.join(('x', *FIELDS, *(f'extra_{n}' for n in self.names)))}):"]
+        lines = [f"def epilogue({', '.join(('x', 'y', *FIELDS, *(f'extra_{n}' for n in self.names)))}):"]
         for e in in_order((self.result,)):
             if e.is_constant or e.op in ("score", "field", "scalar"):
                 names[e] = _leaf(e)
@@ -72,12 +73,13 @@ class TracedEpilogue:
 
 
 def trace_epilogue(
-    function: Callable[[Any, Any], Any], tensors: Mapping[str, Any] | None = None, scalars: Mapping[str, Any] | None = None
+    function: Callable[..., Any], tensors: Mapping[str, Any] | None = None, scalars: Mapping[str, Any] | None = None, gated: bool = False
 ) -> TracedEpilogue:
-    """``function`` called once with stand-ins. Raises VariantError for what cannot become a kernel, DtypeError for a tensor's type."""
+    """``function`` called once with stand-ins; ``gated``: it takes both halves. Raises VariantError for what cannot become a kernel,
+    DtypeError for a tensor's type."""
     known = {name: t if isinstance(t, ExtraTensor) else extra_tensor(name, t) for name, t in (tensors or {}).items()}
     numbers = {name: ExtraScalar(name, scalar_kind(name, x)) for name, x in (scalars or {}).items()}
-    hidden = {"x", *FIELDS} & {*known, *numbers}
+    hidden = {"x", "y", *FIELDS} & {*known, *numbers}
     if hidden:
         raise VariantError(f"epilogue: the extra value {min(hidden)!r} hides a field of the context; rename it")
     for name, t in known.items():
@@ -91,7 +93,8 @@ def trace_epilogue(
             raise VariantError(f"epilogue: the number {name!r} needs 64 bits, expected one of 32")
         dtype, bounds = _KIND_TYPE[scalar.kind]
         values[name] = Value(make("scalar", dtype, value=name, weak=True, bounds=bounds))
-    result = _result("score", function(Value(make("score", REAL)), Context(values)), FLOATS, "a float (the new value)")
+    given = [Value(make("score", REAL, value=half)) for half in (("x", "y") if gated else ("x",))]
+    result = _result("score", function(*given, Context(values)), FLOATS, "a float (the new value)")
     read = {name for e in in_order((result,)) for name in _names_in(e)}
     traced = TracedEpilogue(result, tuple(known[n] for n in sorted(known) if n in read),
                             tuple(numbers[n] for n in sorted(numbers) if n in read))
@@ -102,7 +105,7 @@ def trace_epilogue(
 def _leaf(e: Expression) -> str:
     if e.op == "scalar":
         return f"extra_{e.value}"
-    return "x" if e.op == "score" else str(e.value)
+    return str(e.value)
 
 
 def _kind(e: Expression) -> str:
@@ -127,6 +130,8 @@ def _text(e: Expression, names: Mapping[Expression, str]) -> str:
         indices = [at if i.low >= 0 else f"functions.from_end(extra_{e.value}, {d}, {at})"
                    for d, (i, at) in enumerate(zip(e.operands, places))]
         return f"functions.load({', '.join((f'extra_{e.value}', *indices))})"
+    if e.op == "size" and isinstance(e.value, tuple):
+        return f"Int32(cute.size(extra_{e.value[0]}, mode=[{e.value[1]}]))"
     if e.op == "cast":
         return _in(e.operands[0], names, _kind(e))
     if e.op == "where":

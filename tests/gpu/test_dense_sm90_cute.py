@@ -40,7 +40,8 @@ def test_epilogues_and_batches(config: Config) -> None:
         Product(130, 136, 200, "bf16", bias="fp32", activation="gelu"), Product(130, 136, 200, "fp16", out="fp16", activation="relu"),
         Product(130, 136, 200, "bf16", bias="bf16", activation="silu", c="bf16", beta=-0.5),
         Product(130, 136, 200, "bf16", activation="gelu_tanh", c="fp32", beta=0.0), Product(70, 136, 128, "bf16", batch=3, batched_b=True),
-        Product(70, 136, 128, "bf16", batch=3, bias="fp16"),
+        Product(70, 136, 128, "bf16", batch=3, bias="fp16"), Product(130, 272, 200, "bf16", activation="swiglu"),
+        Product(300, 528, 136, "fp16", out="bf16", activation="geglu", gate_up="up_first", bias="fp32", c="bf16", beta=0.5),
     ):
         run_product(case, FAMILY, target_of("cuda"), build.kernel, config, "cuda")
 

@@ -36,6 +36,9 @@ _ACTIVATIONS: dict[str | None, Callable[[Any], Any]] = {
 }
 
 
+_GATES = {"swiglu": "silu", "geglu": "gelu"}
+
+
 @dataclass(frozen=True)
 class Config:
     """Tunables: a consumer has ``repeats`` x 64 rows and ``block_n`` columns of a tile of ``consumers`` such parts, or with ``pingpong``
@@ -78,7 +81,8 @@ def supports(problem: Any, target: Target) -> Verdict:
         (p.a_dtype in _DSL, f"a and b are {p.a_dtype}, dense_sm90_cute takes bf16 or fp16"),
         ((p.a_order, p.b_order) == ("row", "col"), f"orders {p.a_order}, {p.b_order}: dense_sm90_cute takes K contiguous in both"),
         (p.out_dtype in _DSL and p.out_scale is None, f"out dtype {p.out_dtype} with out_scale={p.out_scale}: bf16 or fp16"),
-        (p.activation in _ACTIVATIONS, f"activation {p.activation} is not in dense_sm90_cute"),
+        (p.activation in (*_ACTIVATIONS, *_GATES), f"activation {p.activation} is not in dense_sm90_cute"),
+        (not p.gated or p.gate_up != "interleaved", "gate and up columns take turns: dense_sm90_cute takes halves"),
         (not p.requires_grad, "a gradient is asked for, and the kernel has no backward"),
         (p.out_alignment == 16, f"rows of c or out are aligned to {p.out_alignment} bytes, TMA needs 16"),
     )
@@ -92,7 +96,8 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
          f"config {c}: expected 1 to 3 consumers, 2 stages or more"),
         (not c.pingpong or c.consumers == 2, f"config {c}: two consumers take turns"),
         (c.blocks in (1, 2), f"config {c}: clusters of up to 2 blocks"),
-        (c.block_n % MMA_ROWS == 0 and c.block_n <= 256, f"block_n {c.block_n}: a multiple of 64, at most 256"),
+        (c.block_n % (MMA_ROWS * (2 if problem.gated else 1)) == 0 and c.block_n <= 256,
+         f"block_n {c.block_n}: a multiple of 64, of a gate of 128, at most 256"),
         (c.block_m // c.cluster_n <= 256, f"config {c}: a box has at most 256 rows"),
         (sums <= _MAX_SUMS.get(c.consumers, 0), f"config {c} has {sums} accumulators per thread"),
         (shared <= target.shared_memory_per_block - RESERVED_SHARED_MEMORY,
@@ -110,7 +115,8 @@ _CONFIGS = (
 
 def _work(problem: GemmProblem, target: Target, c: Config) -> float:
     """Waves of tiles, by their area: nobody has timed them yet."""
-    tiles = -(-problem.m // (c.block_m * c.cluster_m)) * -(-problem.n // (c.block_n * c.cluster_n)) * problem.batch
+    columns = c.block_n // (2 if problem.gated else 1)
+    tiles = -(-problem.m // (c.block_m * c.cluster_m)) * -(-problem.outputs // (columns * c.cluster_n)) * problem.batch
     return -(-tiles // max(1, (target.sm_count or 132) // c.blocks)) * (c.block_m * c.block_n + 64 * 64)
 
 
@@ -119,21 +125,28 @@ def candidates(problem: GemmProblem, target: Target) -> Iterator[Config]:
 
 
 @lru_cache(maxsize=256)
-def epilogue_of(bias: str | None, bias_dims: int, activation: str | None, c: str | None) -> TracedEpilogue:
+def epilogue_of(bias: str | None, activation: str | None, gate_up: str, c: str | None) -> TracedEpilogue:
     """What a call asks for, as a function. c comes behind the activation, and where beta is 0 its values do not matter."""
-    def function(x: Any, ctx: Any) -> Any:
-        if bias is not None:
-            x = x + (ctx.bias[ctx.batch, ctx.column] if bias_dims == 2 else ctx.bias[ctx.column])
-        x = _ACTIVATIONS[activation](x)
+    def end(x: Any, ctx: Any) -> Any:
         return torch.where(ctx.beta != 0, x + ctx.beta * ctx.c[ctx.batch, ctx.row, ctx.column], x) if c is not None else x
 
-    tensors = ({"bias": ExtraTensor("bias", _TORCH[bias], bias_dims)} if bias is not None else {}) | (
+    def plain(x: Any, ctx: Any) -> Any:
+        return end(_ACTIVATIONS[activation](x + ctx.bias[ctx.column] if bias is not None else x), ctx)
+
+    def gated(x: Any, y: Any, ctx: Any) -> Any:
+        if bias is not None:
+            x, y = x + ctx.bias[ctx.column], y + ctx.bias[ctx.column + ctx.bias.shape[0] // 2]
+        gate, up = (x, y) if gate_up == "gate_first" else (y, x)
+        return end(_ACTIVATIONS[_GATES[activation or ""]](gate) * up, ctx)
+
+    tensors = ({"bias": ExtraTensor("bias", _TORCH[bias], 1)} if bias is not None else {}) | (
         {"c": ExtraTensor("c", _TORCH[c], 3)} if c is not None else {})
-    return trace_epilogue(function, tensors, {"beta": 1.0} if c is not None else {})
+    numbers = {"beta": 1.0} if c is not None else {}
+    return trace_epilogue(gated, tensors, numbers, True) if activation in _GATES else trace_epilogue(plain, tensors, numbers)
 
 
 def _epilogue(p: GemmProblem) -> TracedEpilogue:
-    return epilogue_of((p.bias_dtype or p.out_dtype) if p.bias else None, 1, p.activation,
+    return epilogue_of((p.bias_dtype or p.out_dtype) if p.bias else None, p.activation, p.gate_up if p.gated else "",
                        (p.c_dtype or p.out_dtype) if p.accumulate_c else None)
 
 
@@ -143,11 +156,11 @@ def spec(problem: GemmProblem, target: Target, config: Config, epilogue: TracedE
     parameters: dict[str, Any] = {
         "operand": _DSL[p.a_dtype], "output": _DSL[p.out_dtype], "block_n": c.block_n, "repeats": c.repeats, "consumers": c.consumers,
         "stages": c.stages, "cluster_m": c.cluster_m, "cluster_n": c.cluster_n, "pingpong": c.pingpong, "slabs": c.slabs, "band": c.band,
-        "batched_b": p.batched_b, "epilogue": e.code, "extra": tuple(zip(e.names, e.declarations)), "stand_ins": e.stand_ins,
-        "given": "".join(f", extra_{name}" for name in e.names),
+        "batched_b": p.batched_b, "gated": p.gated, "epilogue": e.code, "extra": tuple(zip(e.names, e.declarations)),
+        "stand_ins": e.stand_ins, "given": "".join(f", extra_{name}" for name in e.names),
     }
     words = ["gemm_dense_sm90_cute", p.a_dtype, p.out_dtype, "batched" if p.batched_b else "",
-             f"e{e.digest}" if e.result.op != "score" else "", *str(c).split()]
+             p.activation if p.gated else "", f"e{e.digest}" if e.result.op != "score" else "", *str(c).split()]
     return KernelSpec.make("_".join(w for w in words if w), "gemm/dense_sm90_cute.py.jinja", "cutedsl", parameters, params=ParamStruct(()),
                            params_type="", entries=("gemm",), target=target)
 
@@ -188,6 +201,7 @@ def coverage() -> Iterable[tuple[GemmProblem, Config | None]]:
     yield base, Config(2, 2, 128, 4, cluster_n=2)
     yield base, Config(2, 2, 128, 5, pingpong=True)
     yield replace(base, batch=3, batched_b=True, bias=True, bias_dtype="fp32", activation="gelu"), Config(1, 2, 128, 6, pingpong=True)
+    yield replace(base, activation="swiglu", bias=True, bias_dtype="bf16"), Config(1, 2, 256, 4, cluster_m=2)
     yield replace(half, bias=True, bias_dtype="fp16", activation="silu", accumulate_c=True, c_dtype="fp16"), Config(1, 1, 64, 8, slabs=1)
 
 

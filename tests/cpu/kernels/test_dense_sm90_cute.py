@@ -44,7 +44,8 @@ def test_every_branch_compiles_without_spills() -> None:
 
 @pytest.mark.parametrize("changed, words", (
     ({"b_order": "row"}, "K contiguous"), ({"a_dtype": "e4m3", "b_dtype": "e4m3"}, "bf16 or fp16"),
-    ({"out_dtype": "fp32"}, "out dtype fp32"), ({"activation": "swiglu"}, "swiglu"), ({"out_alignment": 8}, "aligned to 8"),
+    ({"out_dtype": "fp32"}, "out dtype fp32"), ({"activation": "swiglu_oai"}, "swiglu_oai"), ({"out_alignment": 8}, "aligned to 8"),
+    ({"activation": "swiglu", "gate_up": "interleaved"}, "take turns"), ({"activation": "swiglu"}, ""),
     ({"alignment": 8}, "aligned to 8"), ({"k": 0}, "extent is 0"), ({"requires_grad": True}, "gradient"), ({}, ""),
 ))
 def test_verdicts(changed: dict[str, Any], words: str) -> None:
@@ -71,10 +72,12 @@ def test_an_epilogue_is_what_its_function_says() -> None:
 
     traced = trace_epilogue(function, {"scale": torch.zeros(3), "unread": torch.zeros(2, 2)}, {"shift": 0.5})
     assert traced.names == ("scale", "shift") and traced.declarations == ("cute.Tensor", "cutlass.Float32")
-    assert traced.code.splitlines()[0] == "def epilogue(x, batch, row, column, extra_scale, extra_shift):"
+    assert traced.code.splitlines()[0] == "def epilogue(x, y, batch, row, column, extra_scale, extra_shift):"
     assert "functions.load(extra_scale, row)" in traced.code and "functions.maximum(x, Float32(0.0))" in traced.code
     back = trace_epilogue(lambda x, ctx: x + ctx.scale[ctx.column - 3], {"scale": torch.zeros(3)})
     assert "functions.load(extra_scale, functions.from_end(extra_scale, 0, t0))" in back.code
+    both = trace_epilogue(lambda x, y, ctx: torch.tanh(x) * y + ctx.scale.shape[0], {"scale": torch.zeros(3)}, gated=True)
+    assert "t0 * y" in both.code and "Int32(cute.size(extra_scale, mode=[0]))" in both.code
     renamed = trace_epilogue(lambda value, context: function(value, context), {"scale": torch.zeros(7)}, {"shift": 2.0})
     assert renamed == traced and renamed.digest == traced.digest, "names of functions and values of numbers are not compiled in"
     assert dense_sm90_cute.spec(BASE, H200, Config(1, 2, 256, 4), traced) != dense_sm90_cute.spec(BASE, H200, Config(1, 2, 256, 4))
