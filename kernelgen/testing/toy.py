@@ -64,7 +64,7 @@ def scale(x: cute.Tensor, y: cute.Tensor, stream: cuda.CUstream):
 def entries():
     n = cute.sym_int64()
     x, y = (make_fake_tensor(cutlass.Float32, (n,), (1,), assumed_align=4) for _ in range(2))
-    return {"scale": (scale, (x, y, make_fake_stream()))}
+    return {"scale": (scale, (x, y, make_fake_stream(use_tvm_ffi_env_stream=True)))}
 """,
     "cute/toy_tools.py": """def negative(x, wanted):
     return -x if wanted else x

@@ -117,7 +117,7 @@ def test_loads_with_the_run_time_library_alone(fresh_cache: Path, monkeypatch: p
     assert isinstance(kernel, cute.CuteKernel)
     x = torch.ones(3)
     with pytest.raises(ValueError, match="device_type=cuda"):
-        kernel.entry("scale")(x, x, 0)
+        kernel.entry("scale")(x, x)
     assert "cutlass" not in sys.modules
 
 

@@ -106,18 +106,23 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
 
 
 _CONFIGS = (
-    Config(1, 2, 256, 4), Config(1, 2, 256, 4, cluster_m=2), Config(2, 2, 128, 4), Config(2, 2, 128, 4, cluster_m=2),
-    Config(2, 2, 128, 5, pingpong=True), Config(2, 2, 128, 5, cluster_m=2, pingpong=True), Config(1, 2, 256, 4, pingpong=True, slabs=1),
-    Config(1, 2, 192, 5, pingpong=True), Config(1, 2, 128, 6), Config(1, 2, 128, 6, pingpong=True), Config(1, 1, 128, 8),
-    Config(1, 1, 64, 8),
+    Config(2, 2, 128, 5, cluster_m=2, pingpong=True), Config(2, 2, 128, 5, pingpong=True), Config(1, 2, 256, 4, cluster_m=2),
+    Config(2, 2, 128, 4, cluster_n=2), Config(2, 2, 128, 4), Config(1, 2, 256, 4), Config(1, 2, 192, 5, pingpong=True),
+    Config(1, 2, 128, 6), Config(1, 2, 128, 6, pingpong=True), Config(1, 1, 128, 8), Config(1, 1, 64, 8),
 )
+# Where consumers share a tile nothing hides its epilogue, which takes as long as so many steps of K; their products took 0.93 of the time of
+# those that take turns (fitted to five shapes, H200, 2026-11-30, docs/design/toolchains_cute_triton.md). Small tiles were not timed.
+_EPILOGUE_STEPS, _SHARED_TILES, _SMALL_TILES = 6, 0.93, 1.15
 
 
 def _work(problem: GemmProblem, target: Target, c: Config) -> float:
-    """Waves of tiles, by their area: nobody has timed them yet."""
-    columns = c.block_n // (2 if problem.gated else 1)
-    tiles = -(-problem.m // (c.block_m * c.cluster_m)) * -(-problem.outputs // (columns * c.cluster_n)) * problem.batch
-    return -(-tiles // max(1, (target.sm_count or 132) // c.blocks)) * (c.block_m * c.block_n + 64 * 64)
+    """Waves of tiles by their area and depth."""
+    p, columns = problem, c.block_n // (2 if problem.gated else 1)
+    tiles = -(-p.m // (c.block_m * c.cluster_m)) * -(-p.outputs // (columns * c.cluster_n)) * p.batch
+    waves = -(-tiles // max(1, (target.sm_count or 132) // c.blocks))
+    steps = -(-p.k // 64) + (1 if c.pingpong else _EPILOGUE_STEPS)
+    area = c.block_m * c.block_n
+    return waves * steps * area * (_SMALL_TILES if area < 128 * 128 else 1 if c.pingpong else _SHARED_TILES)
 
 
 def candidates(problem: GemmProblem, target: Target) -> Iterator[Config]:
