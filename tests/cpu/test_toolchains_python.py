@@ -142,8 +142,8 @@ def test_without_a_linker_the_object_is_kept(fresh_cache: Path, monkeypatch: pyt
     with toy.templates():
         artifact, _ = build.build(spec("cutedsl", factor=7))
         assert artifact.binary.name == "scale.o"
-        monkeypatch.setattr(cutedsl, "roots", list)
         cute._open_runtime(artifact.toolchain.cuda_major)
+        monkeypatch.setattr(cutedsl, "roots", list)
         with pytest.raises(LaunchError, match="where there was no linker"):
             cute._link_in_memory(artifact.binary)
 

@@ -110,8 +110,8 @@ _CONFIGS = (
     Config(2, 2, 128, 4, cluster_n=2), Config(2, 2, 128, 4), Config(1, 2, 256, 4), Config(1, 2, 192, 5, pingpong=True),
     Config(1, 2, 128, 6), Config(1, 2, 128, 6, pingpong=True), Config(1, 1, 128, 8), Config(1, 1, 64, 8),
 )
-# Where consumers share a tile nothing hides its epilogue, which takes as long as so many steps of K; their products took 0.93 of the time of
-# those that take turns (fitted to five shapes, H200, 2026-11-30, docs/design/toolchains_cute_triton.md). Small tiles were not timed.
+# Where consumers share a tile nothing hides its epilogue, which takes as long as so many steps of K; their products took 0.93 of the time
+# of those that take turns (fitted to five shapes, H200, 2026-11-30, docs/design/toolchains_cute_triton.md). Small tiles were not timed.
 _EPILOGUE_STEPS, _SHARED_TILES, _SMALL_TILES = 6, 0.93, 1.15
 
 
