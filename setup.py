@@ -21,8 +21,8 @@ except ImportError:  # setuptools before 70.1
     from wheel.bdist_wheel import bdist_wheel
 
 SHIPPED_OF_TESTING = ("__init__", "data", "moe_layer", "tolerance")
-# What writes files of the sources, and what tools/tune.py searches with.
-OF_A_CHECKOUT = {("kernelgen.library", "write"), ("kernelgen.bench", "tuning")}
+# What writes files of the sources, what tools/tune.py searches with, and what tools/bench/dispatch.py fits the cost model with.
+OF_A_CHECKOUT = {("kernelgen.library", "write"), ("kernelgen.bench", "tuning"), ("kernelgen.dispatch", "fitting")}
 # kernelgen/launch/host.py builds the same file with the same flags from a checkout.
 FLAGS = ["-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-s"]
 # 3 KB of the wheel, where compiler and linker can.

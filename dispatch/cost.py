@@ -1,9 +1,10 @@
 """The cost model: microseconds of a call from its bytes, its FLOPs, the waves of its tiles and a launch.
 
-    t = launch + max(bytes / (bandwidth * share), FLOPs / (peak * share * filled))
+    t = launch + max(bytes / (bandwidth * share), FLOPs / (peak * share * filled)) * beyond
 
-``filled`` is the part of the last wave of tiles that has work. Shares, launch and tile of each candidate are fitted to measurements of a
-GPU (``tools/bench/dispatch.py --fit``; data/<arch>-<gpu>/cost.json). It is asked for what no measurement and no rule covers.
+``filled`` is the part of the last wave of tiles that has work; ``beyond``, what boxes cost whose rows the matrix does not fill. Shares,
+launch and tile of each candidate are fitted to measurements of a GPU (``tools/bench/dispatch.py --fit``; data/<arch>-<gpu>/cost.json). It
+is asked for what no measurement and no rule covers.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class Work:
     bytes   that are read and written once
     rows, columns, count   extents of the products' outputs, for tiles: ``count`` of (rows, columns)
     width   bytes of an element that is multiplied: 1 runs at twice the peak of 2
+    uneven  rows of an operand of a product do not begin at sectors
     """
 
     flops: float
@@ -36,22 +38,41 @@ class Work:
     columns: int
     count: int
     width: float
+    uneven: bool = False
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Of one candidate: microseconds of a launch, shares of the peaks, and the tile whose waves count (0: none)."""
+    """Of one candidate: microseconds of a launch, shares of the peaks, and the tile whose waves count (0: none).
+
+    uneven  what is left of both shares where rows begin within sectors: a tile's row of 128 bytes is then five of them and not four
+    beyond  how much longer a call takes for the share of its boxes that lies beyond the rows of a, which the copy engine fills with zeros;
+            ``boxes``: (least, most) rows of one, a power of two
+    """
 
     launch: float
     bandwidth: float
     peak: float
     tile_rows: int = 0
     tile_columns: int = 0
+    uneven: float = 1.0
+    beyond: float = 0.0
+    boxes: tuple[int, int] = (0, 0)
 
     def us(self, work: Work, machine: Machine) -> float:
-        moved = work.bytes / (machine.bandwidth * self.bandwidth)
-        peak = machine.flops_16 * (2 if work.width <= 1 else 1) * self.peak
-        return self.launch + max(moved, work.flops / (peak * self._filled(work, machine.sm_count)))
+        left = self.uneven if work.uneven else 1.0
+        moved = work.bytes / (machine.bandwidth * self.bandwidth * left)
+        peak = machine.flops_16 * (2 if work.width <= 1 else 1) * self.peak * left
+        filled = self._filled(work, machine.sm_count)
+        beyond = 1 + self.beyond * self._share_beyond(work.rows) if self.beyond else 1.0
+        return self.launch + max(moved, work.flops / (peak * filled)) * beyond
+
+    def _share_beyond(self, rows: int) -> float:
+        """Of what the boxes of a tile hold, those of b with as many columns as a WGMMA has rows."""
+        least, most = self.boxes
+        box = min(max(1 << (max(rows, 1) - 1).bit_length(), least), most)
+        tiles = -(-rows // box) if box else 0
+        return (tiles * box - rows) / (tiles * (box + _BOX_COLUMNS)) if tiles else 0.0
 
     def _filled(self, work: Work, sms: int) -> float:
         if not self.tile_rows:
@@ -73,13 +94,27 @@ class Machine:
 
 
 def work_of(problem: Any) -> Work | None:
-    """The least work of a problem; None for ops that the model does not know."""
+    """The least work of a problem; None for ops that the model does not know, and for products and attention of wider types than it was
+    fitted to: they run by other units at other peaks."""
     make = _WORK.get(problem.op)
-    return make(problem) if make else None
+    work = make(problem) if make else None
+    return None if work is None or work.flops and work.width > _WIDEST else work
 
 
 def _bytes(dtype: str) -> float:
     return DTYPES[dtype].bytes if dtype in DTYPES else 0.53  # packed: four bits and their scales
+
+
+_BOX_COLUMNS = 64
+_WIDEST = 2  # bytes of an element that a tensor core multiplies at the peaks of a Machine
+SECTOR = 32  # bytes that the L2 and memory move at least
+
+
+def uneven(p: Any) -> bool:
+    """Do rows of an operand of a product begin within sectors, as far as its extents say it? (384 x 4096 x K by dense_sm90: K = 4096, 4128
+    and 4160, of whole sectors, 28.0, 30.4 and 28.0 us, 4104 44; the copy engine's L2 promotion changes nothing. H200, 2026-11-30.)"""
+    a, b = (p.k if p.a_order == "row" else p.m) * _bytes(p.a_dtype), (p.k if p.b_order == "col" else p.n) * _bytes(p.b_dtype)
+    return bool((a % SECTOR and p.m > 1) or (p.b_dtype in DTYPES and b % SECTOR))
 
 
 def _attention(p: Any) -> Work:
@@ -121,19 +156,19 @@ def _seen(queries: int, keys: int, causal: bool, window: tuple[int | None, int |
 def _gemm(p: Any) -> Work:
     b_batch = p.batch if p.batched_b else 1
     size = p.batch * p.m * (p.k * _bytes(p.a_dtype) + p.outputs * _bytes(p.out_dtype)) + b_batch * p.n * p.k * _bytes(p.b_dtype)
-    return Work(2.0 * p.batch * p.m * p.n * p.k, size, p.m, p.n, p.batch, max(_bytes(p.a_dtype), _bytes(p.b_dtype)))
+    return Work(2.0 * p.batch * p.m * p.n * p.k, size, p.m, p.n, p.batch, max(_bytes(p.a_dtype), _bytes(p.b_dtype)), uneven(p))
 
 
 def _grouped(p: Any) -> Work:
     weights = p.batch * p.n * p.k * _bytes(p.b_dtype)
     if p.grouping == "rows":
         size = p.m * (p.k * _bytes(p.a_dtype) + p.outputs * _bytes(p.out_dtype)) + weights
-        return Work(2.0 * p.m * p.n * p.k, size, -(-p.m // max(p.batch, 1)), p.n, p.batch, _bytes(p.a_dtype))
+        return Work(2.0 * p.m * p.n * p.k, size, -(-p.m // max(p.batch, 1)), p.n, p.batch, _bytes(p.a_dtype), uneven(p))
     if p.grouping == "masked":
         size = p.batch * p.m * (p.k * _bytes(p.a_dtype) + p.outputs * _bytes(p.out_dtype)) + weights
-        return Work(2.0 * p.batch * p.m * p.n * p.k, size, p.m, p.n, p.batch, _bytes(p.a_dtype))
+        return Work(2.0 * p.batch * p.m * p.n * p.k, size, p.m, p.n, p.batch, _bytes(p.a_dtype), uneven(p))
     size = p.k * (p.m * _bytes(p.a_dtype) + p.n * _bytes(p.b_dtype)) + p.batch * p.m * p.n * _bytes(p.out_dtype)
-    return Work(2.0 * p.m * p.n * p.k, size, p.m, p.n, p.batch, _bytes(p.a_dtype))
+    return Work(2.0 * p.m * p.n * p.k, size, p.m, p.n, p.batch, _bytes(p.a_dtype), uneven(p))
 
 
 def _rows(p: Any) -> Work:
@@ -156,7 +191,7 @@ def machines() -> dict[str, Machine]:
         file = folder.joinpath("cost.json")
         if file.is_file():
             data = json.loads(file.read_text())
-            fits = {label: Fit(**values) for label, values in data.pop("fits").items()}
+            fits = {label: Fit(**values | {"boxes": tuple(values.get("boxes", (0, 0)))}) for label, values in data.pop("fits").items()}
             found[folder.name] = Machine(fits=fits, **data)
     return found
 

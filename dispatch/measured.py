@@ -6,7 +6,6 @@ and what makes it count: docs/design/dispatch.md; the file: :mod:`kernelgen.disp
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass, replace
@@ -17,8 +16,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kernelgen.dispatch.decision import Candidate
-from kernelgen.dispatch.timings import Machine, Measurement, Timings, TimingsError, gpu_name
+from kernelgen.dispatch.timings import SHIPPED, Machine, Measurement, Timings, TimingsError, gpu_name
 from kernelgen.errors import CacheError
+from kernelgen.kernels.base import families
 from kernelgen.targets import Target
 
 logger = logging.getLogger("kernelgen")
@@ -57,14 +57,18 @@ def bucket(problem: Any) -> str | None:
     if getattr(problem, "variant", None) is not None:
         return None
     words = []
-    for f in fields(problem):
-        value = getattr(problem, f.name)
-        if f.default is not MISSING and value == f.default:
+    for name, default, rounds in _fields(type(problem)):  # type: ignore[arg-type]  # mypy has no hash for type[Any]
+        value = getattr(problem, name)
+        if default is not MISSING and value == default:
             continue
-        if f.name in _ROUNDED and isinstance(value, int):
-            value = rounded(value)
-        words.append(f"{f.name}={value}")
+        words.append(f"{name}={rounded(value) if rounds and isinstance(value, int) else value}")
     return " ".join(words)
+
+
+@cache
+def _fields(kind: type) -> tuple[tuple[str, Any, bool], ...]:
+    """(name, default, whether it is rounded) of a problem's fields."""
+    return tuple((f.name, f.default, f.name in _ROUNDED) for f in fields(kind))
 
 
 def times(problem: Any, target: Target, live: bool) -> tuple[dict[tuple[str, str], Measurement], str]:
@@ -82,10 +86,21 @@ def times(problem: Any, target: Target, live: bool) -> tuple[dict[tuple[str, str
         found = table.problems.get(name)
         if not found:
             continue
-        if live and (stale := _stale(found)):
+        if (live and (stale := _stale(found))) or (stale := _outgrown(table, problem, target)):
             return {}, stale
         return {(m.backend, m.kernel): m for m in found if m.us is not None}, table.source
     return {}, ""
+
+
+def _outgrown(table: Timings, problem: Any, target: Target) -> str:
+    """Is there a kernel of ours that was not there when the table that ships was measured, and that runs the problem? The times would keep
+    it out. (A file of this machine's own has the release in its name.)
+    """
+    if table.shipped:
+        for family in families(problem.op, target.kind):
+            if family.name not in table.kernels and family.supports(problem, target):
+                return f"measured before {family.name} was there: measure anew with kernelgen tune"
+    return ""
 
 
 @cache
@@ -185,7 +200,7 @@ def _read(op: str, target: Target, live: bool) -> list[Timings]:
     if own is not None:
         made.append(own)
     for name, text in _shipped(op, target.arch):
-        shipped = Timings.parse(text, name, "shipped")
+        shipped = Timings.parse(text, name, SHIPPED)
         if shipped.machine.sm_count == target.sm_count and (not live or shipped.machine.gpu == gpu_name(target)):
             made.append(shipped)
     return made
@@ -254,4 +269,4 @@ def save(op: str, machine: Machine, found: dict[str, tuple[Measurement, ...]]) -
 
 def dumps(op: str, machine: Machine, found: dict[str, tuple[Measurement, ...]]) -> str:
     """A table as the text of a file: for defaults that ship."""
-    return json.dumps(Timings(op, machine, found).as_dict(), indent=1) + "\n"
+    return Timings(op, machine, found).text()

@@ -6,11 +6,12 @@ import difflib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from kernelgen.dispatch import aside, cost, measured, rules
 from kernelgen.dispatch.backends import PLANNED, backends
-from kernelgen.dispatch.backends.base import Backend
+from kernelgen.dispatch.backends.base import Backend, Properties
 from kernelgen.dispatch.decision import Candidate, Decision
 from kernelgen.errors import NoBackendError, UnknownBackendError
 from kernelgen.guard import check_addresses
@@ -23,6 +24,7 @@ logger = logging.getLogger("kernelgen")
 _NOT_TAKEN = "not taken by auto (KERNELGEN_ASSUME_FINITE=1 allows it)"
 _ALL_THERE_IS = "may let a NaN or inf of a hidden key through, but beside the oracle nothing else runs this"
 _WITH_GRADIENT = "may let a NaN or inf of a hidden key through, as all do that have a backward, but the oracle"
+_CLEARLY_LESS = 0.95  # predictions are not better than that
 _MEMO_LIMIT = 8192  # problems; a server with ever-changing lengths must not grow without bound
 _memo: dict[tuple[Any, Target, str, bool, str], Decision] = {}
 _said: set[str] = set()
@@ -89,6 +91,11 @@ def hides_values(problem: Any) -> bool:
     return bool((p.causal and several) or p.windowed or p.mask or getattr(p, "block_mask", False))
 
 
+@cache
+def _leaky(promised: Properties) -> Properties:
+    return replace(promised, hides_nonfinite=False)
+
+
 class Rows:
     """The candidates of a problem, backend by backend, each asked when it may matter: a choice costs what it looks at."""
 
@@ -96,9 +103,9 @@ class Rows:
                  leaky: str = "") -> None:
         """``strict``: candidates that do not hide NaN of hidden values are not taken. ``leaky``: what is noted of them where they are."""
         self.problem, self.target, self.live, self._extra = problem, target, live, extra
-        self.strict = strict and hides_values(problem)
-        self._leaky = _NOT_TAKEN if self.strict else leaky
         self._hides = hides_values(problem)
+        self.strict = strict and self._hides
+        self._leaky = _NOT_TAKEN if self.strict else leaky
         self.times, self.basis = measured.times(problem, target, live)
         self._found: dict[str, list[Candidate]] = {}
 
@@ -112,18 +119,29 @@ class Rows:
     def _make(self, adapter: Backend) -> Iterator[Candidate]:
         p, target, live = self.problem, self.target, self.live
         for kernel, config, verdict in adapter.candidates(p, target, live):
-            promised = adapter.properties(p, kernel)
-            if self._hides and adapter.name in aside.WRAPPED:
-                promised = replace(promised, hides_nonfinite=False)
-            rule = rules.rule_of(adapter.name, kernel, p, target) or rules.UNNAMED
-            if verdict and not (honoured := promised.honour(p)):
-                verdict = honoured
-            if verdict and live and (reason := aside.reason(p, adapter.name, kernel)):
-                config, verdict = None, no(reason)  # a config that is found later would come with a verdict of its own
-            note = rule.note
-            if self._leaky and not promised.hides_nonfinite:
-                note = f"{self._leaky}; {note}"
-            yield Candidate(adapter.name, kernel, config, verdict, rule.score, note, promised, rule.general)
+            # What cannot run the problem has its reason, and the rest only where somebody looks: most candidates of a choice are such.
+            yield self._described(Candidate(adapter.name, kernel, config, verdict, 0.0, ""), adapter) if verdict else Candidate(
+                adapter.name, kernel, config, verdict, 0.0, "")
+
+    def _described(self, c: Candidate, adapter: Backend) -> Candidate:
+        """With its rule and what it promises, held against what the problem asks for."""
+        p, target, config, verdict = self.problem, self.target, c.config, c.verdict
+        promised = adapter.properties(p, c.kernel)
+        if self._hides and adapter.name in aside.WRAPPED:
+            promised = _leaky(promised)
+        rule = rules.rule_of(adapter.name, c.kernel, p, target) or rules.UNNAMED
+        if verdict and not (honoured := promised.honour(p)):
+            verdict = honoured
+        if verdict and self.live and (reason := aside.reason(p, adapter.name, c.kernel)):
+            config, verdict = None, no(reason)  # a config that is found later would come with a verdict of its own
+        note = rule.note
+        if self._leaky and not promised.hides_nonfinite:
+            note = f"{self._leaky}; {note}"
+        return Candidate(adapter.name, c.kernel, config, verdict, rule.score, note, promised, rule.general)
+
+    def may(self, backend: str) -> bool:
+        """May one of its candidates be taken? Who asks need not find out what they say of the problem."""
+        return not (self.strict and backend in aside.WRAPPED)
 
     def eligible(self, c: Candidate) -> bool:
         """Can it run the problem, and may it be taken?"""
@@ -144,10 +162,11 @@ class Rows:
         return (*(c for name in backends() for c in self._found.get(name, ())), *self._extra)
 
     def all(self) -> tuple[Candidate, ...]:
-        """Every candidate, settled."""
-        for name in backends():
+        """Every candidate, settled and described."""
+        for name, adapter in backends().items():
             for c in tuple(self.of(name)):
                 self.settle(c)
+            self._found[name] = [c if c.note else self._described(c, adapter) for c in self._found[name]]
         return self.known()
 
 
@@ -170,14 +189,14 @@ def _choose(problem: Any, target: Target, backend: str, live: bool, named_by: st
     if backend != "auto":
         decided_by = named_by if chosen else ""
     elif chosen and live and chosen.backend != "generated":
-        _say_why_not_generated(problem, chosen, rows.of("generated"))
+        _say_why_not_generated(problem, chosen, [c for c in rows.known() if c.backend == "generated"])
     return Decision(problem, target, chosen, rows.known(), decided_by=decided_by, basis=rows.basis, every=rows.all)
 
 
 def _best(rows: Rows, names: tuple[str, ...]) -> tuple[Candidate | None, str]:
     """(the candidate to take of the named backends, what decided): a measurement before a rule, a rule before the model."""
     for m in sorted(rows.times.values(), key=lambda m: m.us or 0.0):
-        for c in tuple(rows.of(m.backend)) if m.backend in names else ():
+        for c in tuple(rows.of(m.backend)) if m.backend in names and rows.may(m.backend) else ():
             if c.kernel == m.kernel and rows.eligible(settled := rows.settle(c)) and settled.measured is not None:
                 return settled, "measurement"
     while True:
@@ -193,25 +212,26 @@ def _best(rows: Rows, names: tuple[str, ...]) -> tuple[Candidate | None, str]:
 def _first(rows: Rows, names: tuple[str, ...]) -> Candidate | None:
     """The highest score among what can run the problem. Backends that no row puts above it are not asked."""
     best: Candidate | None = None
-    bounds = {name: rules.bound(name, rows.problem.op, rows.target)[0] for name in names}
-    for name in sorted(names, key=lambda name: -bounds[name]):
-        if best is not None and best.score >= bounds[name]:
+    for name, bound, _ in rules.order(names, rows.problem.op, rows.target):
+        if best is not None and best.score >= bound:
             break
-        for c in rows.of(name):
+        for c in rows.of(name) if rows.may(name) else ():
             if rows.eligible(c) and (best is None or c.score > best.score):
                 best = c
     return best
 
 
 def _by_model(rows: Rows, first: Candidate, names: tuple[str, ...]) -> tuple[Candidate, str]:
-    """Between candidates that only rows for everything else name the least predicted time wins. Those without figures take no part, and
-    where the first has none, it stays."""
-    if cost.predict(rows.problem, rows.target, first) is None:
+    """Between candidates that only rows for everything else name the least predicted time wins, if it is clearly less than that of the
+    first. Those without figures take no part, and where the first has none, it stays."""
+    own = cost.predict(rows.problem, rows.target, first)
+    if own is None:
         return first, "rule"
-    general = [name for name in names if rules.bound(name, rows.problem.op, rows.target)[1]]
+    general = [name for name, _, may in rules.order(names, rows.problem.op, rows.target) if may and rows.may(name)]
     equals = [c for name in general for c in rows.of(name) if rows.eligible(c) and c.general]
     predicted = [(us, c) for c in equals if (us := cost.predict(rows.problem, rows.target, c)) is not None]
-    return min(predicted, key=lambda found: found[0])[1], "model"
+    least, best = min(predicted, key=lambda found: found[0])
+    return (best if least < _CLEARLY_LESS * own else first), "model"
 
 
 def _say_why_not_generated(problem: Any, chosen: Candidate, rows: Sequence[Candidate]) -> None:

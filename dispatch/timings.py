@@ -13,7 +13,7 @@ import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from kernelgen.errors import KernelgenError
 from kernelgen.targets import Target
 
 SCHEMA = 1
+SHIPPED = "shipped"  # the first word of where a table is from that comes with the package
 
 
 class TimingsError(KernelgenError):
@@ -96,10 +97,27 @@ class Timings:
     problems: Mapping[str, Sequence[Measurement]]
     source: str = ""
 
+    @property
+    def shipped(self) -> bool:
+        return self.source.startswith(SHIPPED)
+
+    @cached_property
+    def kernels(self) -> frozenset[str]:
+        """Of ours, that some problem was measured with."""
+        return frozenset(m.kernel for found in self.problems.values() for m in found if m.backend == "generated")
+
     def as_dict(self) -> dict[str, Any]:
         content = {"machine": asdict(self.machine), "problems": {
-            name: [asdict(m) for m in found] for name, found in sorted(self.problems.items())}}
+            name: [_given(m) for m in found] for name, found in sorted(self.problems.items())}}
         return {"schema": SCHEMA, "op": self.op, **content, "sha256": _digest(content)}
+
+    def text(self) -> str:
+        """The file: a line for each measurement."""
+        data = self.as_dict()
+        buckets = data.pop("problems")
+        lines = [f' "{name}": {json.dumps(value)},' for name, value in data.items()]
+        shown = (f"  {json.dumps(name)}: [\n" + ",\n".join(f"   {json.dumps(m)}" for m in found) + "]" for name, found in buckets.items())
+        return "\n".join(["{", *lines, ' "problems": {', ",\n".join(shown), " }", "}"]) + "\n"
 
     @staticmethod
     def parse(text: str, name: str, source: str) -> Timings:
@@ -111,7 +129,7 @@ class Timings:
             if data["sha256"] != _digest({"machine": data["machine"], "problems": data["problems"]}):
                 raise TimingsError(f"{name}: the content is not what was written (checksum)")
             machine = Machine(**data["machine"])
-            problems = {bucket: tuple(Measurement(**m) for m in found) for bucket, found in data["problems"].items()}
+            problems = {bucket: tuple(Measurement(**_LEFT_OUT | m) for m in found) for bucket, found in data["problems"].items()}
             return Timings(str(data["op"]), machine, problems, f"{source}, {machine.gpu}")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise TimingsError(f"{name}: not a file of measured times ({type(error).__name__}: {error})") from error
@@ -137,7 +155,7 @@ class Timings:
                     there = dict(Timings.read(path).problems)
                 except TimingsError:
                     os.replace(path, path.with_suffix(".broken"))
-            text = json.dumps(Timings(op, machine, there | dict(found)).as_dict(), indent=1)
+            text = Timings(op, machine, there | dict(found)).text()
             handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
             try:
                 with os.fdopen(handle, "w") as file:
@@ -148,6 +166,13 @@ class Timings:
             except BaseException:
                 os.unlink(temporary)
                 raise
+
+
+_LEFT_OUT: dict[str, Any] = {"config": None, "note": ""}  # of a measurement, where that is what it has
+
+
+def _given(m: Measurement) -> dict[str, Any]:
+    return {name: value for name, value in asdict(m).items() if name not in _LEFT_OUT or value != _LEFT_OUT[name]}
 
 
 def _digest(content: Mapping[str, Any]) -> str:

@@ -5,6 +5,7 @@
     python tools/tune.py gemm --recipes fp8-row fp8-block --rows 1 16 --lists deepseek-v3 --families sm90
     python tools/tune.py gemm --check --allowed 1.05            regret of the choices; fails above it
     python tools/tune.py gemm --resume                          go on with the problems that the file does not have yet
+    python tools/tune.py attention --suites attention-short --only "d=64" --families prefill_sm90
 
 Everything is compiled first, in several processes. Each config is held against the reference, then timed by the protocol of
 kernelgen.bench: all with three samples, the fastest of each family, the first choices and the peers once more, interleaved. The file
@@ -20,6 +21,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -29,7 +31,9 @@ from kernelgen.bench import machine, results  # noqa: E402
 from kernelgen.bench.prebuild import prebuild  # noqa: E402
 from kernelgen.bench.protocol import Protocol  # noqa: E402
 from kernelgen.bench.results import Results, Row  # noqa: E402
+from kernelgen.bench.suites import SUITES, AttentionCase  # noqa: E402
 from kernelgen.bench.tuning import Search  # noqa: E402
+from kernelgen.bench.workloads.attention import AttentionWorkload  # noqa: E402
 from kernelgen.bench.workloads.products import RECIPES, ROWS, SHAPES, ProductCase, ProductWorkload  # noqa: E402
 from kernelgen.targets import Target, target_of  # noqa: E402
 
@@ -47,7 +51,10 @@ def shape(text: str) -> tuple[int, int]:
 
 def parsed(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("op", choices=["gemm"])
+    parser.add_argument("op", choices=["gemm", "attention"])
+    parser.add_argument("--suites", nargs="+", choices=("attention", "attention-short"), default=["attention", "attention-short"],
+                        help="lists of attention")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only problems whose line contains TEXT")
     parser.add_argument("--lists", nargs="+", choices=tuple(SHAPES), default=list(SHAPES), help="lists of weights")
     parser.add_argument("--shapes", nargs="+", type=shape, help="N and K of weights instead of the lists, e.g. 4096x7168")
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS), help="M")
@@ -67,7 +74,16 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def cases(options: argparse.Namespace) -> list[ProductCase]:
+def cases(options: argparse.Namespace, device: str) -> list[ProductCase | AttentionCase]:
+    found = attention_cases(options, device) if options.op == "attention" else product_cases(options)
+    return [case for case in found if options.only in str(case)]
+
+
+def attention_cases(options: argparse.Namespace, device: str) -> list[Any]:
+    return [case for name in options.suites for case in getattr(SUITES[name], device)]
+
+
+def product_cases(options: argparse.Namespace) -> list[Any]:
     weights = options.shapes or [weight for name in options.lists for weight in SHAPES[name]]
     return [ProductCase(recipe, m, n, k) for recipe in options.recipes for n, k in dict.fromkeys(weights) for m in options.rows]
 
@@ -125,8 +141,9 @@ def main(words: Sequence[str]) -> int:
     kept = results.read(path).rows if options.resume and path.is_file() else ()
     done = Results(results.command_line(["python", "tools/tune.py", *words]), protocol.as_dict(), kept, commit=head, dirty=dirty)
     there = {row.problem for row in kept}
-    searches = [Search(ProductWorkload(case, device), target, limit=options.limit, only=options.families)
-                for case in cases(options) if str(case) not in there]
+    workload = AttentionWorkload if options.op == "attention" else ProductWorkload
+    searches = [Search(workload(case, device), target, limit=options.limit, only=options.families)  # type: ignore[arg-type]
+                for case in cases(options, device) if str(case) not in there]
     specs = dict.fromkeys(spec for search in searches for spec in search.specs())
     say(f"{len(searches)} problems, {sum(len(s.entries) for s in searches)} configs, {len(specs)} kernels; {len(there)} problems are done")
     for spec, reason in prebuild(specs, options.processes).items():

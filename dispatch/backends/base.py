@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kernelgen.targets import Target
-from kernelgen.verdicts import Verdict, first_no
+from kernelgen.verdicts import Verdict
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,19 @@ class Properties:
 
     def honour(self, problem: Any) -> Verdict:
         """Does the candidate promise what the problem asks for?"""
-        return first_no(
-            (self.deterministic or not getattr(problem, "deterministic", False),
-             "deterministic=True is asked for, and it does not promise equal bits of equal calls; deterministic=False would take it"),
-            (self.batch_invariant or not getattr(problem, "batch_invariant", False),
-             "batch_invariant=True is asked for, and it does not promise it"),
-            (self.backward or not getattr(problem, "requires_grad", False), "a gradient is asked for, and it has no backward"),
-        )
+        for name, what in _ASKED:
+            if getattr(problem, name, False) and not getattr(self, "backward" if name == "requires_grad" else name):
+                return Verdict(False, what)
+        return _HONOURED
+
+
+_HONOURED = Verdict(True)
+_ASKED = (  # of a problem, and what is said to a candidate that does not promise it
+    ("deterministic",
+     "deterministic=True is asked for, and it does not promise equal bits of equal calls; deterministic=False would take it"),
+    ("batch_invariant", "batch_invariant=True is asked for, and it does not promise it"),
+    ("requires_grad", "a gradient is asked for, and it has no backward"),
+)
 
 
 @dataclass(frozen=True)

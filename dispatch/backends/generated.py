@@ -30,12 +30,14 @@ def _toolchain_problem(name: str, cxx: str | None) -> str:
     return ""
 
 
-def _obtainable(spec: KernelSpec) -> Verdict:
-    """Can this machine compile the spec, or has it a prebuilt artifact? With JIT off the call itself reports a miss."""
+def _obtainable(family: KernelFamily, problem: Any, target: Target, config: Any) -> Verdict:
+    """Can this machine compile the kernel, or has it a prebuilt artifact? With JIT off the call itself reports a miss."""
     if not settings().jit:
         return yes()
-    problem = _toolchain_problem(spec.toolchain, settings().cxx)
-    return no(problem) if problem and not is_built(spec) else yes("prebuilt" if problem else "")
+    missing = _toolchain_problem(family.toolchain, settings().cxx)
+    if not missing:
+        return yes()
+    return yes("prebuilt") if is_built(family.spec(problem, target, config)) else no(missing)
 
 
 def is_built(spec: KernelSpec) -> bool:
@@ -53,7 +55,7 @@ def _first_config(family: KernelFamily, problem: Any, target: Target, live: bool
     config = next(iter(family.candidates(problem, target)), None)
     if config is None:
         return None, no(f"no legal config for {problem} on {target}")
-    return config, _obtainable(family.spec(problem, target, config)) if live else yes()
+    return config, _obtainable(family, problem, target, config) if live else yes()
 
 
 def _compose(made_of: Composition, problem: Any, target: Target, live: bool) -> tuple[Steps | None, Verdict]:
@@ -71,6 +73,9 @@ def _compose(made_of: Composition, problem: Any, target: Target, live: bool) -> 
             reasons = "; ".join(dict.fromkeys(c.verdict.reason for c in decision.candidates if c.backend == "generated"))
             return None, no(f"{name}: {reasons}")
     return Steps(decisions), yes()
+
+
+_PLAIN, _INVARIANT = Properties(), Properties(batch_invariant=True)
 
 
 class Generated(Backend):
@@ -93,7 +98,7 @@ class Generated(Backend):
     def properties(self, problem: Any, kernel: str) -> Properties:
         """Sums run in a fixed order in every kernel. Bits that do not depend on the batch are a matter of the config: a family's verdict
         keeps to configs that have them where they are asked for."""
-        return Properties(batch_invariant=getattr(problem, "batch_invariant", False))
+        return _INVARIANT if getattr(problem, "batch_invariant", False) else _PLAIN
 
     def traced(self, problem: Any, target: Target, kernel: str) -> bool:
         return any(f.name == kernel and f.toolchain in _TRACING for f in families(problem.op, target.kind))

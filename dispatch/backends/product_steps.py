@@ -76,3 +76,12 @@ def row_scales(scale: torch.Tensor, rows: int) -> torch.Tensor:
 def rows_contiguous(scale: torch.Tensor) -> torch.Tensor:
     """(R, C) whose R lies contiguous: a copy where it does not."""
     return at_16_bytes(scale.mT.contiguous()).mT
+
+
+def blocks_of_rows(scale: torch.Tensor) -> torch.Tensor:
+    """scale_a (M, K / 128) as FlashInfer's fp8_blockscale_gemm_sm90 reads it: (K / 128, M), M contiguous at a pitch of whole 16 bytes. Its
+    text says (M, K / 128), and it hands on the address of whatever it gets (0.7.4; H200, 2026-11-30: 63 of 64 rows by wrong scales).
+    """
+    made = scale.new_zeros((scale.shape[1], -(-scale.shape[0] // 4) * 4))
+    made[:, : scale.shape[0]] = scale.mT
+    return made

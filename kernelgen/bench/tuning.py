@@ -7,6 +7,7 @@ reference, timed side by side with few samples, and the fastest once more, besid
 from __future__ import annotations
 
 import math
+import typing
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,15 +20,30 @@ from kernelgen import build
 from kernelgen.bench.protocol import CpuTimer, CudaTimer, Protocol, Timing, count_sets, interleave
 from kernelgen.bench.results import Row
 from kernelgen.bench.run import FAILURES, Say, without_paths
-from kernelgen.bench.workloads.products import Operands, ProductWorkload
+from kernelgen.bench.workloads.base import Candidate
 from kernelgen.dispatch.select import choose
 from kernelgen.kernels.base import KernelFamily, families
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
 from kernelgen.testing.data import poison_
+from kernelgen.testing.tolerance import Comparison
 
-SUITE = "tune-gemm"
 _SCREEN_SAMPLES = 3
+
+
+class Tunable(typing.Protocol):
+    """What a workload has for a search: ProductWorkload, AttentionWorkload."""
+
+    problem: str
+    flops: float
+    traffic: int
+    set_bytes: int
+
+    def operands(self, generator: torch.Generator) -> Any: ...
+    def tensors(self, o: Any) -> Any: ...
+    def candidates(self) -> list[Candidate]: ...
+    def check(self, operands: Any, result: torch.Tensor) -> Comparison: ...
+    def decision_without_operands(self, target: Target) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -82,11 +98,12 @@ class Tuned:
 
     def rows(self, every: bool = False) -> list[Row]:
         """Winner, first choices and peers (with ``every``, all that were timed) as rows of a results file, the fastest first."""
+        suite = "tune-" + self.problem.partition("[")[0]
         regrets, best_peer = self.regrets(), min((t.median for t in self.peers.values()), default=None)
 
         def row(name: str, peer: bool, timing: Timing, note: str) -> Row:
             seconds = timing.median * 1e-6
-            return Row(SUITE, self.problem, name, peer, timing, self.flops / seconds / 1e12, self.traffic / seconds / 1e12,
+            return Row(suite, self.problem, name, peer, timing, self.flops / seconds / 1e12, self.traffic / seconds / 1e12,
                        best_peer / timing.median if best_peer else None, note=note)
 
         made = [row(name, True, timing, "") for name, timing in self.peers.items()]
@@ -99,7 +116,7 @@ class Tuned:
         if every:
             made += [row(str(e), False, timing, f"fell out; {e.config!r}") for e, timing in self.screened.items()]
         made.sort(key=lambda r: r.us.median if r.us else math.inf)
-        return made + [Row(SUITE, self.problem, name, note=f"not timed: {why}"[:200]) for name, why in self.refused.items()]
+        return made + [Row(suite, self.problem, name, note=f"not timed: {why}"[:200]) for name, why in self.refused.items()]
 
 
 def entries(problem: Any, target: Target, limit: int | None = None, only: str = "") -> list[Entry]:
@@ -122,18 +139,18 @@ def _line(error: BaseException) -> str:
     return without_paths((str(error).strip() or type(error).__name__).splitlines()[0])
 
 
-def _with_operands(call: Callable[[Any], Any], one: tuple[Operands, Any]) -> Any:
+def _with_operands(call: Callable[[Any], Any], one: tuple[Any, Any]) -> Any:
     return call(one[0])
 
 
-def _with_tensors(call: Callable[[Any], Any], one: tuple[Operands, Any]) -> Any:
+def _with_tensors(call: Callable[[Any], Any], one: tuple[Any, Any]) -> Any:
     return call(one[1])
 
 
 class Search:
     """One problem on this machine."""
 
-    def __init__(self, work: ProductWorkload, target: Target, *, limit: int | None = None, only: str = "") -> None:
+    def __init__(self, work: Tunable, target: Target, *, limit: int | None = None, only: str = "") -> None:
         self.work, self.target = work, target
         self.problem = work.decision_without_operands(target).problem
         self.entries = entries(self.problem, target, limit, only)
@@ -175,7 +192,7 @@ class Search:
         chosen = choose(self.problem, self.target, "generated").chosen
         return next((e for e in self.entries if chosen and e.family.name == chosen.kernel and e.config == chosen.config), None)
 
-    def _fault(self, entry: Entry, first: tuple[Operands, Any], calls: dict[Any, Callable[[Any], Any]]) -> str:
+    def _fault(self, entry: Entry, first: tuple[Any, Any], calls: dict[Any, Callable[[Any], Any]]) -> str:
         """Bind an entry and hold its numbers against the reference; why it is out, or "" and a call that is ready."""
         operands, tensors = first
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -140,10 +141,21 @@ def families(op: str, target_kind: str | None = None, backend: str = "generated"
     """The kernels of an op that a backend of OURS has, in registry order. Modules of the other kind are not imported: it is part of a
     first call."""
     if backend == "triton":
-        module, name = _TRITON.get(op, ("", ""))
-        return [getattr(import_module(f"kernelgen.kernels.{module}"), name)] if module and target_kind != "cpu" else []
+        return _of_triton(op) if target_kind != "cpu" else []
+    return [module.FAMILY for module in _modules(op, target_kind)]
+
+
+@cache
+def _of_triton(op: str) -> list[KernelFamily]:
+    module, name = _TRITON.get(op, ("", ""))
+    return [getattr(import_module(f"kernelgen.kernels.{module}"), name)] if module else []
+
+
+@cache
+def _modules(op: str, target_kind: str | None) -> tuple[Any, ...]:
+    """A choice asks for them each time, and import_module takes a microsecond for each."""
     modules = (m for m in _MODULES.get(op, ()) if target_kind is None or m.endswith("_cpu") == (target_kind == "cpu"))
-    return [import_module(f"kernelgen.kernels.{module}").FAMILY for module in modules]
+    return tuple(import_module(f"kernelgen.kernels.{module}") for module in modules)
 
 
 def family_of(op: str, target_kind: str, name: str) -> KernelFamily | None:

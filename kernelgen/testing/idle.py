@@ -32,6 +32,6 @@ def idle_hopper() -> Iterator[None]:
     """Within, tensors on the host are taken for those of an H200, and nothing is compiled."""
     forget_calls()
     with (mock.patch.object(targets, "_cpu_target", lambda: Target("sm_90a", 132, 227 << 10)), mock.patch.object(build, "kernel", Idle),
-          mock.patch.object(generated, "_obtainable", lambda spec: yes()), settings.override(backend="generated")):
+          mock.patch.object(generated, "_obtainable", lambda *kernel: yes()), settings.override(backend="generated")):
         yield
     forget_calls()

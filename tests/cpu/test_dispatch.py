@@ -24,10 +24,10 @@ def _qkv(d: int = 64, dtype: torch.dtype = torch.float32, s: int = 17) -> tuple[
 
 def test_explain_on_a_machine_without_gpu() -> None:
     decision = kernelgen.explain("attention", (2, 4096, 32, 128), (2, 4096, 8, 128), (2, 4096, 8, 128), causal=True, target="sm_90a")
-    assert decision.chosen is not None and decision.chosen.label == "generated attention/prefill_mma"
+    assert decision.chosen is not None and decision.chosen.label == "generated attention/prefill_sm90"
     text = str(decision)
     assert text.startswith("attention[b=2 hq=32 hkv=8 sq=4096 skv=4096 d=128 bf16 causal] on sm_90a")
-    assert "-> generated attention/prefill_mma" in text and "reference" in text and "torch" in text
+    assert "-> generated attention/prefill_sm90" in text and "reference" in text and "torch" in text
 
 
 def test_rejections_name_value_and_limit() -> None:
@@ -41,7 +41,7 @@ def test_cli_explain_as_in_the_readme() -> None:
     arguments = "explain attention --q 2,4096,32,128 --kv-heads 8 --dtype bf16 --causal --target sm_90a"
     shown = CliRunner().invoke(cli, arguments.split())
     assert shown.exit_code == 0, shown.output
-    assert "-> generated attention/prefill_mma" in shown.output
+    assert "-> generated attention/prefill_sm90" in shown.output
     data = json.loads(CliRunner().invoke(cli, [*arguments.split(), "--json"]).output)
     assert data["target"] == "sm_90a" and sum(row["chosen"] for row in data["candidates"]) == 1
 

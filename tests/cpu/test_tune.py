@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernelgen import explain
 from kernelgen.aot import pool
 from kernelgen.bench import prebuild, results, tuning
 from kernelgen.bench.protocol import Protocol, Timing
@@ -53,6 +54,24 @@ def test_a_tiny_search_writes_winners_and_resumes(tmp_path: Path, capsys: pytest
     assert again.rows[: len(first.rows)] == first.rows, "what was there is kept, not measured anew"
     assert {row.problem for row in again.rows} == {"gemm[fp32 m=3 n=64 k=96]", "gemm[fp32 m=5 n=64 k=96]"}
     assert "dispatch: regret" in capsys.readouterr().out
+
+
+@needs_compiler
+def test_attention_is_searched_too(tmp_path: Path) -> None:
+    tune = load_file(ROOT / "tools" / "tune.py")
+    path = tmp_path / "tuned.json"
+    assert tune.main(["attention", "--device", "cpu", "--suites", "attention-short", "--only", "s=128 d=64 bf16", "--samples", "2",
+                      "--limit", "1", "--families", "prefill", "--json", str(path)]) == 0
+    rows = results.read(path).rows
+    assert {row.problem for row in rows} == {"attention[b=4 h=16 s=128 d=64 bf16]", "attention[b=4 h=16 s=128 d=64 bf16 causal]"}
+    assert all(row.us for row in rows) and any("attention/prefill_cpu" in row.candidate for row in rows)
+
+
+def test_a_search_over_hopper_attention_takes_every_legal_config() -> None:
+    problem = explain("attention", *((2, 1024, 16, 128),) * 3, causal=True, target="sm_90a").problem
+    found = [e for e in tuning.entries(problem, H200) if e.family.name == "attention/prefill_sm90"]
+    assert found[0].rank == 0 and len(found) > 30 and len({e.config for e in found}) == len(found)
+    assert all(e.family.legal(problem, H200, e.config) for e in found)
 
 
 def tuned(first: float, best: float) -> Tuned:

@@ -30,7 +30,7 @@ SPECS: dict[tuple[str, str], list[Spec]] = {
     ("torch", "flash_forward"): adapter_specs(24, layout=("dense", "ragged"), cap=(False,), sinks=(False,)),
     **{("torch", kernel): adapter_specs(16, layout=("dense",), cap=(False,), sinks=(False,)) for kernel in ("cudnn", "flash", "efficient",
                                                                                                          "math")},
-    ("flashinfer", "fa2"): adapter_specs(12, **ONE_MODULE), ("flashinfer", "fa3"): adapter_specs(12, **ONE_MODULE),
+    ("flashinfer", "fa2"): adapter_specs(12, **(ONE_MODULE | {"lse": (False,)})), ("flashinfer", "fa3"): adapter_specs(12, **ONE_MODULE),
     ("flashinfer", "decode"): adapter_specs(6, layout=("paged",), **ONE_MODULE),
     ("flashinfer", "xqa"): adapter_specs(6, layout=("paged",), **(ONE_MODULE | {"lse": (False,)})),
 }

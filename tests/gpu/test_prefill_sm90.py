@@ -124,11 +124,14 @@ def test_nonfinite_keys_and_values_reach_exactly_the_rows_that_see_them(
 
 def every_config() -> list[tuple[int, Config]]:
     """(head dim, config) of the table, and schedules that it does not use."""
-    rows = [(limit, config) for limit, *both in TABLE for configs in both for config in configs]
-    others = [(128, Config(1, 128, pingpong=False)), (128, Config(2, 128, pingpong=False)), (64, Config(3, 96)), (64, Config(2, 176, 3)),
-              (64, Config(3, 64, 4, False)), (128, Config(2, 64, 3, out_over_query=True)), (32, Config(3, 128)), (32, Config(1, 256, 3)),
-              (128, Config(2, 128, query_stages=2)), (128, Config(2, 128, out_over_query=True, query_stages=2)), (64, Config(3, 96, query_stages=2)),
-              (64, Config(1, 64, 3, query_stages=2)), (96, Config(3, 64, pingpong=False, out_over_query=True, query_stages=2))]
+    rows = [(row.head_dim, config) for row in TABLE for config in row.configs]
+    others = [
+        (128, Config(1, 128, pingpong=False)), (128, Config(2, 128, pingpong=False)), (64, Config(3, 96)), (64, Config(2, 176, 3)),
+        (64, Config(3, 64, 4, False)), (128, Config(2, 64, 3, out_over_query=True)), (32, Config(3, 128)), (32, Config(1, 256, 3)),
+        (128, Config(2, 128, query_stages=2)), (128, Config(2, 128, out_over_query=True, query_stages=2)),
+        (64, Config(3, 96, query_stages=2)), (64, Config(1, 64, 3, query_stages=2)), (128, Config(1, 64, pingpong=False, resident=2)),
+        (96, Config(3, 64, pingpong=False, out_over_query=True, query_stages=2)),
+    ]
     return list(dict.fromkeys(rows + others))
 
 

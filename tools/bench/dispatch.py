@@ -3,6 +3,7 @@
 
     python tools/bench/dispatch.py                         everything, into tools/bench/results/h200_dispatch.json
     python tools/bench/dispatch.py --budget 100 --resume   begins no problem after 100 s; later the rest
+    python tools/bench/dispatch.py --budget 100 --resume --anew attention    these measured again, the others kept
     python tools/bench/dispatch.py --table                 the table of the file, without a GPU
     python tools/bench/dispatch.py --fit dispatch/data/sm_90a-h200    writes cost.json, and the measured times as defaults that ship
 
@@ -18,7 +19,8 @@ import math
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 import torch  # noqa: E402
 
 import kernelgen  # noqa: E402
+from kernelgen import settings  # noqa: E402
 from kernelgen.bench import machine as machines  # noqa: E402
 from kernelgen.bench.options import add_run_options, head  # noqa: E402
 from kernelgen.dispatch import cost, fitting, measured, select  # noqa: E402
@@ -38,18 +41,22 @@ from kernelgen.dispatch.tuning import Options, Worker  # noqa: E402
 from kernelgen.targets import Target, target_of  # noqa: E402
 
 _JSON = Path(__file__).parent / "results" / "h200_dispatch.json"
+_FAR_BEHIND = 3.0  # x the best: who takes longer, and is not ours, does not ship
 _H200 = cost.Machine("NVIDIA H200", bandwidth=4.55e6, flops_16=8.0e8, sm_count=132, fits={})
 
 
 @dataclass(frozen=True)
 class Case:
-    """A call by shapes. ``held_out``: of the 20 that the cost model is not fitted to."""
+    """A call by shapes. ``held_out``: of the 20 that the cost model is not fitted to. ``ships``: its times decide for its bucket; not those
+    of rows just above a tile, which say little of as many as the bucket holds.
+    """
 
     op: str
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...] = ()
     dtype: str = "bf16"
     held_out: bool = False
+    ships: bool = True
 
     def problem(self, target: Target) -> Any:
         given = {k: tuple(v) if isinstance(v, list) else v for k, v in self.kwargs}
@@ -100,6 +107,10 @@ def _product_cases() -> Iterator[Case]:
     yield from (_gemm(1000, 1000, 1000), _gemm(333, 4096, 4104), _gemm(2048, 4096, 4096, dtype="fp16"),
                 _gemm(512, 14336, 4096, activation="silu"),
                 _gemm(512, 4096, 4096, bias=[4096]), _gemm(64, 4096, 14336, bias=[4096], activation="gelu"))
+    # For the model and the rules: rows between the extents of tiles, and rows of operands that begin within sectors of memory.
+    for m, n, k in ((24, 4096, 7168), (80, 4096, 4096), (112, 8192, 4096), (200, 4096, 4096), (320, 5120, 4096), (16, 4096, 4104),
+                    (64, 4096, 4104), (128, 6144, 4104), (2048, 4096, 4104)):
+        yield replace(_gemm(m, n, k), ships=False)
     yield from (Case("gemm", ((128, m, 512), (128, 512, 128))) for m in (8, 512))
     for m in (16, 128, 4096):
         yield _gemm(m, 4096, 7168, dtype="e4m3", scale_a=[m, 1], scale_b=[1, 4096])
@@ -146,41 +157,62 @@ def measure(todo: list[Case], target: Target, options: Options, without: tuple[s
         worker.stop()
 
 
+@contextmanager
+def unmeasured() -> Iterator[None]:
+    """Choices go by rules and the model, as where nothing was measured."""
+    times = measured.times
+    measured.times = lambda problem, target, live: ({}, "")
+    try:
+        yield
+    finally:
+        measured.times = times
+
+
+def choices(problem: Any, target: Target) -> dict[str, str]:
+    """What auto takes, by the columns of the table: with what ships, and without; hidden NaN and inf kept out, as by default, or not."""
+    found = {}
+    for name, finite, without in (("auto", True, False), ("auto, NaN kept out", False, False), ("rules", True, True),
+                                  ("rules, NaN kept out", False, True)):
+        with settings.override(assume_finite=finite), unmeasured() if without else nullcontext():
+            select.forget()
+            chosen = select.choose(problem, target, live=False).chosen
+            found[name] = chosen.label if chosen else ""
+    select.forget()
+    return found
+
+
+def predictions(problem: Any, labels: Iterable[str], model: cost.Machine) -> dict[str, float]:
+    work = cost.work_of(problem)
+    fits = {label: model.fits.get(f"{cost.kind(problem)} {label}") or model.fits.get(f"{problem.op} {label}") for label in labels}
+    return {label: fit.us(work, model) for label, fit in fits.items() if fit is not None and work is not None}
+
+
 def table(rows: list[dict[str, Any]], target: Target, model: cost.Machine | None) -> list[str]:
-    """What each backend takes beside the best, what auto takes before (rules, model) and with the measurements; the model on what it was
-    not fitted to."""
+    """What each backend takes beside the best, what auto takes, and the model on what it was not fitted to."""
     lines = ["x the best time of any backend, by problem:", ""]
     sums: dict[str, list[float]] = defaultdict(list)
     by_name = {str(case.problem(target)): case.problem(target) for case in cases()}
     held = []
     for row in rows:
-        times = row["times"]
-        if not times:
+        times, problem = row["times"], by_name.get(row["problem"])
+        if not times or problem is None:
             continue
         best = min(times.values())
         of_backend: dict[str, float] = {}
         for label, us in times.items():
             name = label.split(" ")[0]
             of_backend[name] = min(us, of_backend.get(name, math.inf))
-        problem = by_name.get(row["problem"])
-        if model is not None and problem is not None:
-            work = cost.work_of(problem)
-            predicted = {label: fit.us(work, model) for label in times if work is not None
-                         and (fit := model.fits.get(f"{cost.kind(problem)} {label}") or model.fits.get(f"{problem.op} {label}"))}
-            if row["held_out"]:
-                held.append((fitting.regret(times, predicted), row["problem"]))
-        before = times.get(row["chosen_before"])
+        taken = {name: times[label] / best for name, label in choices(problem, target).items() if label in times}
+        if model is not None and row["held_out"]:
+            held.append((fitting.regret(times, predictions(problem, times, model)), row["problem"]))
         words = "  ".join(f"{name} {us / best:.2f}" for name, us in sorted(of_backend.items(), key=lambda item: item[1]))
-        lines.append(f"{row['problem']:<112} {best:9.1f} us  rules {before / best if before else math.nan:.2f} | {words}")
-        if row["held_out"]:
-            continue
-        sums["auto, rules"] += [before / best] if before else []
-        sums["auto, measured"].append(1.0)
-        for name, us in of_backend.items():
-            sums[name].append(us / best)
+        chosen = "  ".join(f"{name} {x:.2f}" for name, x in taken.items())
+        lines.append(f"{row['problem']:<112} {best:9.1f} us  {chosen} | {words}")
+        for name, x in (*taken.items(), *((name, us / best) for name, us in of_backend.items())):
+            sums[name].append(x)
     lines += ["", "geometric mean over the problems that each runs (and how many):"]
-    lines += [f"  {name:<16} {math.exp(sum(map(math.log, found)) / len(found)):.3f}  worst {max(found):.2f}  ({len(found)})"
-              for name, found in sorted(sums.items())]
+    lines += [f"  {name:<20} {math.exp(sum(map(math.log, found)) / len(found)):.3f}  worst {max(found):.2f}  ({len(found)})"
+              for name, found in sums.items()]
     if held:
         lines += ["", f"cost model on {len(held)} problems that it was not fitted to: worst {max(held)[0]:.2f} ({max(held)[1]}), "
                       f"mean {math.exp(sum(math.log(r) for r, _ in held) / len(held)):.3f}"]
@@ -196,13 +228,19 @@ def write_defaults(rows: list[dict[str, Any]], folder: Path, target: Target, her
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "cost.json").write_text(json.dumps(fitting.as_dict(model), indent=1) + "\n")
     found: dict[str, dict[str, tuple[Measurement, ...]]] = defaultdict(dict)
+    ships = {str(case.problem(target)) for case in cases() if case.ships}
     for row in rows:
-        problem = by_name.get(row["problem"])
+        problem = by_name.get(row["problem"]) if row["problem"] in ships else None
         name = measured.bucket(problem) if problem is not None else None
         if name is not None and row["times"]:
-            found[problem.op][name] = tuple(Measurement(**m) for m in row["measurements"])
+            most = _FAR_BEHIND * min(row["times"].values())
+            found[problem.op][name] = tuple(
+                Measurement(**m | {"us": float(f"{m['us']:.4g}")}) for m in row["measurements"]
+                if m["us"] is not None and (m["us"] <= most or m["backend"] == "generated"))
     for op, problems in found.items():
         (folder / f"{op}.json").write_text(measured.dumps(op, here, problems))
+    measured._shipped.cache_clear()
+    cost.machines.cache_clear()
     return model
 
 
@@ -212,6 +250,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--timeout", type=float, default=20.0, help="seconds for one candidate")
     parser.add_argument("--without", nargs="*", default=[], metavar="BACKEND")
     parser.add_argument("--only", default="", help="problems whose words contain this")
+    parser.add_argument("--anew", default="", metavar="WORDS", help="with --resume: first drop the problems whose words contain this")
     parser.add_argument("--table", action="store_true", help="print the table of the file and stop")
     parser.add_argument("--fit", type=Path, metavar="FOLDER", help="write cost.json and the defaults of the file there, print the table")
     o = parser.parse_args(words)
@@ -225,6 +264,7 @@ def main(words: list[str]) -> int:
         sys.exit("torch finds no CUDA device; --table and --fit need none")
     target = target_of("cuda")
     kept = json.loads(o.json.read_text())["rows"] if o.resume and o.json.is_file() else []
+    kept = [row for row in kept if not o.anew or o.anew not in row["problem"]]
     done = {row["problem"] for row in kept}
     todo = [c for c in cases() if o.only in str(c.problem(target)) and str(c.problem(target)) not in done]
     data = {"date": machines.now(), "commit": head(o)[0], "machine": machines.machine(), "versions": machines.versions(),

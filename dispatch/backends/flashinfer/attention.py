@@ -30,6 +30,8 @@ NAME = "FlashInfer"
 # (head_dim, head_dim_v) that its prefill kernels are instantiated and tested for.
 PAIRS = ((64, 64), (128, 128), (256, 256), (192, 128))
 _TAKEN = ("ragged", "window", "soft_cap", "lse")
+# Measured (H200, 2026-11-30): 3e-4 - 1.5e-3 beside the exact LSE, 130 - 730 x what the contract allows. fa3 sums what was not rounded yet.
+ROUNDED_LSE = f"{NAME}'s fa2 sums probabilities rounded to 16 bits: its LSE is off by up to 1.5e-3"
 READS_LENGTHS = "plans on the host: cu_seqlens is copied back at each call, which waits for the device"
 
 
@@ -38,6 +40,7 @@ def common(p: Any, target: Target, kernel: str) -> Iterator[tuple[bool, str]]:
     label = f"{NAME}'s {kernel}"
     yield on_cuda(target, label, (90,)) if kernel == "fa3" else on_cuda(target, label)
     yield refused(p, label, _TAKEN)
+    yield not (kernel == "fa2" and p.return_lse), ROUNDED_LSE
     dims = (p.head_dim, p.head_dim_v)
     yield dims in PAIRS, f"{label} takes head dims {', '.join(f'{a}/{b}' for a, b in PAIRS)}, got {dims[0]}/{dims[1]}"
     yield aligned(p, label)

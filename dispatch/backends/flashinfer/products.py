@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kernelgen.dispatch.backends.base import Properties
-from kernelgen.dispatch.backends.product_steps import INT32, at_16_bytes, empty, on_device_of, rows_contiguous, zeros
+from kernelgen.dispatch.backends.product_steps import INT32, at_16_bytes, blocks_of_rows, empty, on_device_of, rows_contiguous, zeros
 from kernelgen.dispatch.libraries import Library
 from kernelgen.dtypes import DTYPES
 from kernelgen.problems.gemm import GemmProblem
@@ -155,10 +155,10 @@ def _bmm_fp8(way: Way, p: GemmProblem, t: Any) -> torch.Tensor:
 def _blockscale(way: Way, p: GemmProblem, t: Any) -> torch.Tensor:
     from flashinfer.gemm import fp8_blockscale_gemm_sm90
 
-    count, blocks = p.batch * p.m, p.k // 128
+    count = p.batch * p.m
     product: torch.Tensor = fp8_blockscale_gemm_sm90(
-        _dense(t.a.reshape(count, p.k)), _dense(t.b[0].mT), _dense(t.scale_a.reshape(count, blocks)), rows_contiguous(t.scale_b[0]).mT,
-        out_dtype=torch.bfloat16)
+        _dense(t.a.reshape(count, p.k)), _dense(t.b[0].mT), blocks_of_rows(t.scale_a.reshape(count, p.k // 128)),
+        rows_contiguous(t.scale_b[0]).mT, out_dtype=torch.bfloat16)
     return product
 
 

@@ -13,6 +13,8 @@ import kernelgen
 from kernelgen.bench.suites import AttentionCase
 from kernelgen.bench.workloads.base import Candidate, Workload, normal, not_installed
 from kernelgen.dtypes import DTYPES
+from kernelgen.targets import Target
+from kernelgen.tensors import AttentionTensors
 from kernelgen.testing.tolerance import Comparison, compare
 
 
@@ -84,6 +86,15 @@ class AttentionWorkload(Workload):
         plain = reference.attention_plain(*part, causal=self.case.causal)
         assert isinstance(exact, torch.Tensor) and isinstance(plain, torch.Tensor)
         return compare(result[batch][:, :, heads], exact, plain, what=self.problem, tile_dim=-3)
+
+    def tensors(self, o: Operands) -> AttentionTensors:
+        """As a kernel takes them."""
+        return AttentionTensors(o.q, o.k, o.v, o.out, None, self.case.head_dim**-0.5)
+
+    def decision_without_operands(self, target: Target) -> Any:
+        """That of a call with contiguous operands, for a machine that may not be there."""
+        shapes = (self._shape,) * 3
+        return kernelgen.explain("attention", *shapes, causal=self.case.causal, dtype=self.case.dtype, target=target, backend="generated")
 
     def decision(self, operands: Operands) -> Any:
         return kernelgen.explain("attention", *operands[:3], causal=self.case.causal, out=operands.out, backend="generated")

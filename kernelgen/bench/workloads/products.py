@@ -16,6 +16,7 @@ import torch
 
 import kernelgen
 from kernelgen.bench.workloads.base import Candidate, Workload, normal, not_installed
+from kernelgen.dispatch.backends.product_steps import blocks_of_rows
 from kernelgen.dtypes import DTYPES
 from kernelgen.ops.gemm import describe_b
 from kernelgen.ops.products import as_batch
@@ -135,14 +136,14 @@ class BatchedCase:
 
 
 class Operands(NamedTuple):
-    """``scale_a_rows``: scale_a with its rows contiguous, for a peer that wants it so. ``ends``: of groups, or their counts."""
+    """``scale_a_blocks``: scale_a as FlashInfer reads it (``blocks_of_rows``). ``ends``: of groups, or their counts."""
 
     a: torch.Tensor
     b: Any
     out: torch.Tensor
     scale_a: torch.Tensor | None = None
     scale_b: torch.Tensor | None = None
-    scale_a_rows: torch.Tensor | None = None
+    scale_a_blocks: torch.Tensor | None = None
     ends: torch.Tensor | None = None
 
 
@@ -178,7 +179,7 @@ class Maker:
         return PackedWeight(form, (n, k), INT4_GROUP, codes, self.scales((n, k // INT4_GROUP)).to(dtype))
 
     def scale_pair(self, recipe: str | None, m: int, n: int, k: int, lead: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
-        """scale_a, scale_b and scale_a_rows. Blocks of a lie M-contiguous, those of b K-contiguous: as torch wants them."""
+        """scale_a, scale_b and scale_a_blocks. Blocks of a lie M-contiguous, those of b K-contiguous: as torch wants them."""
         if recipe is None:
             return {}
         blocks = -(-k // BLOCK)
@@ -188,7 +189,7 @@ class Maker:
             return {"scale_a": self.scales((m, 1)), "scale_b": self.scales((*lead, 1, n))}
         scale_a = self.scales((blocks, m)).mT
         scale_b = self.scales((*lead, n if recipe == "block_1x128" else -(-n // BLOCK), blocks)).mT
-        return {"scale_a": scale_a, "scale_b": scale_b, "scale_a_rows": scale_a.contiguous()}
+        return {"scale_a": scale_a, "scale_b": scale_b, "scale_a_blocks": blocks_of_rows(scale_a)}
 
 
 class _Products(Workload):
@@ -380,7 +381,7 @@ def _flashinfer_block(o: Operands) -> torch.Tensor:
     from flashinfer.gemm import fp8_blockscale_gemm_sm90
 
     assert o.scale_b is not None
-    return fp8_blockscale_gemm_sm90(o.a, o.b.t(), o.scale_a_rows, o.scale_b.t(), out=o.out, out_dtype=o.out.dtype)
+    return fp8_blockscale_gemm_sm90(o.a, o.b.t(), o.scale_a_blocks, o.scale_b.t(), out=o.out, out_dtype=o.out.dtype)
 
 
 def _grouped_peers(recipe: Recipe, form: str) -> list[Candidate]:

@@ -6,6 +6,7 @@ measurements, in docs/design/prefill_sm90.md.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -14,7 +15,7 @@ from typing import Any
 from kernelgen.kernels import counters
 from kernelgen.kernels.attention import mma
 from kernelgen.kernels.attention.mma import HALVES, address, round_up
-from kernelgen.kernels.attention.prefill_mma import MAX_TOKENS, check_factor, supports_unplanned
+from kernelgen.kernels.attention.prefill_mma import check_factor, supports_unplanned
 from kernelgen.kernels.attention.prefill_mma import scalars_of as scalars_of_all
 from kernelgen.kernels.attention.prefill_sm90_configs import TABLE, Config
 from kernelgen.kernels.base import KernelFamily
@@ -91,12 +92,32 @@ def legal(problem: AttentionProblem, target: Target, config: Config) -> Verdict:
     )
 
 
+def _keys(problem: AttentionProblem) -> int | None:
+    """Keys of a request, of ragged ones the mean; None where a batch-invariant call may not look at what the batch decides."""
+    if problem.layout == "dense":
+        return problem.seq_k
+    return None if problem.batch_invariant else problem.seq_k // max(problem.batch, 1)
+
+
 def candidates(problem: AttentionProblem, target: Target) -> Iterator[Config]:
     """Legal configs, best guess first."""
-    widest = max(problem.head_dim, problem.head_dim_v)
-    masked = problem.causal or problem.windowed or problem.mask is not None or problem.variant is not None
-    row = next(((hidden, whole) for limit, hidden, whole in TABLE if widest <= limit), ((), ()))
-    return (c for c in row[0 if masked else 1] if legal(problem, target, c))
+    p, keys = problem, _keys(problem)
+    widest = max(p.head_dim, p.head_dim_v)
+    masked = bool(p.causal or p.windowed or p.mask or p.variant)
+    rows = (row for row in TABLE if widest <= row.head_dim and row.masked == masked)
+    fitting = next((row for row in rows if row.keys is None or (keys is not None and keys <= row.keys)), None)
+    return (c for c in (fitting.configs if fitting else ()) if legal(p, target, c))
+
+
+def grid(problem: AttentionProblem, target: Target) -> Iterator[Config]:
+    """What a search looks at beside the candidates: every tile and schedule that is legal, with as many stages as fit."""
+    for consumers, resident in ((1, 1), (1, 2), (1, 3), (2, 1), (3, 1)):
+        for block_k in range(48, 257, 16):
+            for pingpong, over, query_stages in itertools.product((True, False) if consumers > 1 else (False,), (False, True), (1, 2)):
+                found = (Config(consumers, block_k, stages, pingpong, over, query_stages, resident) for stages in (4, 3, 2))
+                config = next((c for c in found if legal(problem, target, c)), None)
+                if config:
+                    yield config
 
 
 def spec(problem: AttentionProblem, target: Target, config: Config) -> KernelSpec:
@@ -192,5 +213,5 @@ def coverage() -> Iterable[tuple[AttentionProblem, Config | None]]:
 
 FAMILY = KernelFamily(
     name="attention/prefill_sm90", op="attention", target_kind="cuda", toolchain="nvrtc", supports=supports,
-    candidates=candidates, legal=legal, spec=spec, bind=bind, coverage=coverage, capabilities=(90,),
+    candidates=candidates, legal=legal, spec=spec, bind=bind, coverage=coverage, capabilities=(90,), grid=grid,
 )

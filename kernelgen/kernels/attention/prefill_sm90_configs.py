@@ -15,7 +15,8 @@ class Config:
     pingpong        consumers take turns in multiplying, so that one's softmax runs under another's products
     out_over_query  results leave through the queries' memory, which then has to wait for them
     resident        blocks of an SM
-    query_stages    2: the next row tile's queries come while this one's are in use, and its first scores are made beside this one's last product
+    query_stages    2: the next row tile's queries come while this one's are in use, and its first scores are made beside this one's last
+                    product
     """
 
     consumers: int
@@ -27,9 +28,9 @@ class Config:
     resident: int = 1
 
     def __str__(self) -> str:
-        words = f"{self.block_q}x{self.block_k} s{self.stages}"
-        return words + (" turns" if self.pingpong else "") + (" overq" if self.out_over_query else "") + (f" q{self.query_stages}" if self.query_stages > 1 else "") + (
-            f" r{self.resident}" if self.resident > 1 else "")
+        words = f"{self.block_q}x{self.block_k} s{self.stages}" + (" turns" if self.pingpong else "")
+        words += (" overq" if self.out_over_query else "") + (f" q{self.query_stages}" if self.query_stages > 1 else "")
+        return words + (f" r{self.resident}" if self.resident > 1 else "")
 
     @property
     def block_q(self) -> int:
@@ -46,12 +47,34 @@ class Config:
         return 128 * (self.consumers + 1)
 
 
-# (largest head dim, configs for masked calls, for unmasked ones), best first; the last one of each is legal wherever the head dim fits.
-TABLE: tuple[tuple[int, tuple[Config, ...], tuple[Config, ...]], ...] = (
-    (64, (Config(3, 128), Config(2, 128)), (Config(3, 128), Config(2, 128))),
-    (128, (Config(2, 128), Config(2, 96)), (Config(2, 176, out_over_query=True), Config(2, 128))),
-    (192, (Config(2, 96, out_over_query=True), Config(2, 80, out_over_query=True)),
-     (Config(2, 112, out_over_query=True), Config(2, 80, out_over_query=True))),
-    (256, (Config(2, 80, out_over_query=True), Config(2, 64, out_over_query=True)),
-     (Config(2, 80, out_over_query=True), Config(2, 64, out_over_query=True))),
+@dataclass(frozen=True)
+class Row:
+    """``configs``, best first, of head dims up to ``head_dim`` (the larger of D and Dv), of calls with a mask or without one, of up to
+    ``keys`` keys (None: any number). The last config of a head dim's last row is legal wherever the head dim fits."""
+
+    head_dim: int
+    masked: bool
+    keys: int | None
+    configs: tuple[Config, ...]
+
+
+# Three blocks of 64 rows on an SM hide each other's beginnings and ends, which are most of a short problem's time under a mask (D 64,
+# causal, TFLOP/s, beside 128 x 128 and 192 x 128 in one block, and cuDNN: 8 x 512 252, 215, 188, 218; 16 x 1k 371, 319, 284, 343;
+# 8 x 2k 391, 341, 368, 358; without a mask 404, 367, 402, 390 at 16 x 1k). Three consumers are the best of D 64 beyond (4k, causal: 450,
+# 399 with two). Wider tiles of keys than 128 were slower in D 128 (176: 401 for 469 at 16 x 1k causal), narrower ones too (96: 423).
+# D 256, causal: 64 keys 501, 689, 677 and 80 keys 483, 685, 680 at 1k, 4k, 16k; without a mask 654, 699, 726 and 668, 738, 749.
+# H200, bf16, 2026-11-30, tools/bench/results/tried/h200_prefill_sm90_configs.json. Head dims in between were not timed.
+_LARGEST = (Config(2, 128), Config(2, 96))
+_WIDE = (Config(2, 80, out_over_query=True), Config(2, 64, out_over_query=True))
+TABLE: tuple[Row, ...] = (
+    Row(64, True, 2048, (Config(1, 64, 3, pingpong=False, resident=3), *_LARGEST)),
+    Row(64, True, None, (Config(3, 128), *_LARGEST)),
+    Row(64, False, 256, _LARGEST),
+    Row(64, False, None, (Config(3, 128), *_LARGEST)),
+    Row(128, True, None, _LARGEST),
+    Row(128, False, None, _LARGEST),
+    *(Row(192, masked, None, (Config(2, 128, out_over_query=True), Config(2, 112, out_over_query=True), Config(2, 80, out_over_query=True)))
+      for masked in (True, False)),
+    Row(256, True, None, tuple(reversed(_WIDE))),
+    Row(256, False, None, _WIDE),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from kernelgen.kernels.gemm.sm90 import MMA_ROWS
@@ -65,13 +66,21 @@ class Config:
         return self.block_n // (2 if gated else 1)
 
 
-class Measured(NamedTuple):
+@dataclass(frozen=True)
+class Measured:
     """A config and what its tile took on an H200, in microseconds: 128 bytes of K (``step``), and what it takes beside its steps,
     mostly the epilogue, as far as the next tile's products do not run beside it (``finish``)."""
 
     config: Config
     step: float
     finish: float
+
+    @cached_property
+    def places(self) -> tuple[int, int, int, int, int, int]:
+        """Rows and columns of a cluster's tile, rows of a block's; blocks of a cluster and of an SM, and those that share K. (Kept, as a
+        choice asks it of every config.)"""
+        c = self.config
+        return c.block_m * c.cluster_m, c.block_n * c.cluster_n, c.block_m, c.blocks, c.resident, c.split_k
 
 
 # Of many rows (M = 4096), one problem at a time beside its peer, as tools/bench/gemm_hopper.py does it: 2026-11-30,

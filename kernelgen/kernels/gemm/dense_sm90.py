@@ -13,8 +13,8 @@ from functools import lru_cache
 from typing import Any
 
 from kernelgen.dtypes import DTYPES
-from kernelgen.kernels.base import KernelFamily
 from kernelgen.kernels import counters
+from kernelgen.kernels.base import KernelFamily
 from kernelgen.kernels.gemm.activations import splits
 from kernelgen.kernels.gemm.dense_configs import FITS, GATHERED, GROUPED, MEASURED, QUANTIZING, Config, Fit, Measured
 from kernelgen.kernels.gemm.mma import RESERVED_SHARED_MEMORY
@@ -195,7 +195,7 @@ def _measured(problem: GemmProblem) -> tuple[Measured, ...]:
     if problem.gathered and kind in GATHERED:  # others only where none of them is legal
         timed = {m.config for m in GATHERED[kind]}
         others = (m for m in (*MEASURED[kind], *QUANTIZING.get(kind, ())) if m.config not in timed)
-        return (*GATHERED[kind], *(m._replace(step=_UNMEASURED * m.step) for m in others))
+        return (*GATHERED[kind], *(replace(m, step=_UNMEASURED * m.step) for m in others))
     if not quantizes(problem):
         return (*GROUPED.get(kind, ()), *known) if problem.op == "grouped_gemm" else known
     codes = QUANTIZING.get(kind, ())
@@ -208,29 +208,28 @@ def tiles_of(problem: GemmProblem, config: Config) -> tuple[int, int]:
     return -(-problem.m // (config.block_m * config.cluster_m)), -(-problem.n // (config.block_n * config.cluster_n))
 
 
-def _at_once(config: Config, sms: int) -> int:
-    """Clusters that run at a time. Those of four and more do not fill the groups of SMs: 116 blocks ran at once, 128 did not (H200,
-    2026-11-30)."""
-    c = config
-    return max(1, sms * 10 // 11 * c.resident // c.blocks if c.blocks > 2 else sms * c.resident // c.blocks)
+def _at_once(blocks: int, resident: int, sms: int) -> int:
+    """Clusters of so many blocks that run at a time. Those of four and more do not fill the groups of SMs: 116 blocks ran at once, 128 did
+    not (H200, 2026-11-30)."""
+    return (sms * 10 // 11 if blocks > 2 else sms) * resident // blocks or 1
 
 
 def _cost(problem: GemmProblem, target: Target) -> Callable[[Measured], float]:
     """Estimated microseconds of a problem by config: waves of tiles, and no faster than memory."""
     p, fit, sms, deep = problem, _fit(problem), target.sm_count or 132, depth(problem)
     moved = p.batch * (ROW_BYTES // deep * (p.m * p.k + p.k * p.n) + DTYPES[p.out_dtype].bytes * p.m * p.outputs)
-    steps = -(-p.k // deep)
+    steps, m, n, batch = -(-p.k // deep), p.m, p.n, p.batch
 
-    def cost(measured: Measured) -> float:
-        c = measured.config
-        tiles_m, tiles_n = tiles_of(p, c)
-        clusters, tiles = _at_once(c, sms), tiles_m * tiles_n * p.batch
+    def cost(measured: Measured) -> float:  # of every config, in every choice
+        rows, columns, block_m, blocks, resident, split_k = measured.places
+        tiles_m = -(-m // rows)
+        clusters, tiles = _at_once(blocks, resident, sms), tiles_m * -(-n // columns) * batch
         waves = -(-tiles // clusters)
-        tiles_time = waves * (-(-steps // c.split_k) * measured.step + measured.finish)
+        tiles_time = waves * (-(-steps // split_k) * measured.step + measured.finish)
         # Where memory is the limit, less work is still the better bet.
         if fit is None:
             return max(tiles_time, moved / _BYTES_PER_US) + tiles_time / 10
-        tiles_time *= 1 + fit.beyond * (1 - p.m / round_up(p.m, c.block_m))
+        tiles_time *= 1 + fit.beyond * (1 - m / (-(-m // block_m) * block_m))
         idle = 1 - tiles / (waves * clusters)  # the share of all places that stays empty
         memory = moved / fit.bytes_per_us * (1 + fit.again * (1 - 1 / tiles_m)) * (1 + (fit.uneven * idle if waves > 1 else 0))
         return max(tiles_time, memory + fit.start) + tiles_time / 50
@@ -282,7 +281,7 @@ def _guess(problem: GemmProblem, target: Target, config: Config) -> float:
     exchange = 0.8 + c.block_m * c.block_n * 4 * (1 - 1 / c.split_k) / 50_000 if c.split_k > 1 else 0.0
     finish = 0.3 if c.pingpong or c.resident > 1 else 0.4 + c.block_m * c.block_n / 32768
     multicast = 1.03 if c.cluster_m * c.cluster_n > 1 else 1.0  # worth nothing where it was measured
-    waves = -(-math.prod(tiles_of(p, c)) * p.batch // _at_once(c, target.sm_count or 132))
+    waves = -(-math.prod(tiles_of(p, c)) * p.batch // _at_once(c.blocks, c.resident, target.sm_count or 132))
     return 2.0 + multicast * waves * (-(-p.k // depth(p)) / c.split_k * step * c.resident + finish + exchange)
 
 

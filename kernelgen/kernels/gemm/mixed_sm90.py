@@ -20,7 +20,7 @@ from kernelgen.problems.gemm import MORE_ACTIVATIONS, GemmProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target, target_of
 from kernelgen.tensors import GemmTensors
-from kernelgen.verdicts import Verdict, first_no
+from kernelgen.verdicts import Verdict, first_no, no
 
 ENTRY = "gemm_mixed_sm90"
 _TABLE_BYTES = 256 * 32 * 4
@@ -86,9 +86,10 @@ def supports_mixed(problem: GemmProblem, target: Target, name: str) -> Verdict:
     """What codes, TMA and the epilogue need."""
     p = problem
     group = p.group_size or 0
+    if p.weight_format not in _CODES:
+        return no(f"b is {p.b_dtype}, {name} takes packed weights")
     return first_no(
         (target.kind == "cuda" and target.capability == 90, f"{name} needs sm_90a, got {target}"),
-        (p.weight_format in _CODES, f"b is {p.b_dtype}, {name} takes packed weights"),
         (p.a_dtype == "bf16" or p.a_dtype == "fp16" and p.weight_format == "int4" and p.scale_dtype == "fp16",
          f"a is {p.a_dtype} beside {p.weight_format} with scales of {p.scale_dtype}: {name} multiplies codes by their scales in a's type, "
          "and only bf16 holds all of them"),

@@ -28,7 +28,7 @@ from kernelgen.problems.gemm import GemmProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
 from kernelgen.tensors import GemmTensors
-from kernelgen.verdicts import Verdict, first_no
+from kernelgen.verdicts import Verdict, first_no, no
 
 ENTRY = "gemm_packed_skinny"
 MAX_ROWS = 32  # of a: beyond that gemm_mma, whose products are not repeated for each 8 of them
@@ -75,8 +75,9 @@ class Config:
 def supports(problem: GemmProblem, target: Target) -> Verdict:
     """Can this kernel run the problem on the target at all?"""
     p = problem
+    if p.weight_format not in PACKED:
+        return no(f"b is {p.b_dtype}, {ENTRY} takes packed weights")
     return supports_operands(p, target, ENTRY) and first_no(
-        (p.weight_format in PACKED, f"b is {p.b_dtype}, {ENTRY} takes packed weights"),
         (0 < p.m <= MAX_ROWS, f"{p.m} rows of a, {ENTRY} takes 1 to {MAX_ROWS}"),
         (p.batch == 1, f"a batch of {p.batch}, {ENTRY} takes one product"),
         (p.a_order == "row", f"a has M contiguous, {ENTRY} needs K contiguous"),

@@ -12,12 +12,12 @@ from typing import Any
 
 from kernelgen.kernels.base import KernelFamily
 from kernelgen.kernels.gemm import packed_skinny
-from kernelgen.kernels.gemm.mma import PARAMS, PARAMS_TYPE, ceil_div, closure, operand_parameters, spec_words
+from kernelgen.kernels.gemm.mma import PACKED, PARAMS, PARAMS_TYPE, ceil_div, closure, operand_parameters, spec_words
 from kernelgen.problems.gemm import GemmProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
 from kernelgen.tensors import GemmTensors
-from kernelgen.verdicts import Verdict, first_no
+from kernelgen.verdicts import Verdict, first_no, no
 
 ENTRY = "gemm_packed_sm90"
 MAX_ROWS = 16  # of a: beyond that gemm_mma, whose products are not repeated for each 8 of them
@@ -89,6 +89,8 @@ def shared_memory(problem: GemmProblem, config: Config) -> int:
 def supports(problem: GemmProblem, target: Target) -> Verdict:
     """Can this kernel run the problem on the target at all?"""
     p = problem
+    if p.weight_format not in PACKED:
+        return no(f"b is {p.b_dtype}, {ENTRY} takes packed weights")
     return first_no(
         (target.kind == "cuda" and target.capability == 90, f"{ENTRY} needs sm_90, got {target}"),
         (0 < p.m <= MAX_ROWS, f"{p.m} rows of a, {ENTRY} takes 1 to {MAX_ROWS}"),

@@ -23,6 +23,8 @@ def _specs(backend: str, kernel: str) -> list[Spec]:
         axes |= {"right": ("causal", "none"), "kv_lens": (False,), "sinks": (False,), "cap": (False, True)}
     if kernel in ("decode", "xqa"):
         axes |= {"layout": ("paged",), "pages": ("pow2",)}
+    if kernel == "fa2":
+        axes |= {"lse": (False,)}
     if kernel == "xqa":
         axes |= {"lse": (False,), "cap": (False,), "sinks": (False, True)}
     if backend == "cudnn":

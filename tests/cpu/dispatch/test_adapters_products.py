@@ -414,7 +414,8 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
     def blockscale(a: Any, w: Any, scale_a: Any, scale_w: Any, out_dtype: Any) -> Any:
         assert all(x.is_contiguous() for x in (a, w, scale_a, scale_w)) and out_dtype == BF16
-        return ref.gemm(a, w.mT, scale_a=scale_a, scale_b=scale_w.mT).to(BF16)  # type: ignore[union-attr]
+        assert scale_a.shape == (a.shape[1] // 128, -(-len(a) // 4) * 4), "M contiguous, its pitch whole 16 bytes"
+        return ref.gemm(a, w.mT, scale_a=scale_a[:, : len(a)].mT, scale_b=scale_w.mT).to(BF16)  # type: ignore[union-attr]
 
     def fused_moe(x: Any, ids: Any, weights: Any, w13: Any, w2: Any, dtype: Any, scales: list[Any], *, fc1_expert_biases: Any,
                   fc2_expert_biases: Any, output: Any, activation_type: int, use_fused_finalize: bool, swiglu_alpha: Any = None,

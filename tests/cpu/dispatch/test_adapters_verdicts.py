@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import kernelgen
-from kernelgen.dispatch import libraries
+from kernelgen import settings
+from kernelgen.dispatch import libraries, select
 from kernelgen.dispatch.backends import backends, wrapped
 from kernelgen.dispatch.backends.flash_attn_2 import LIBRARY as FLASH_2
 from kernelgen.dispatch.backends.flash_attn_4 import LIBRARY as FLASH_4
@@ -80,7 +81,10 @@ TABLE: list[tuple[str, str, str, Any, str]] = [
     ("flash_attn_4", "", "sm_90a", replace(PAGED, page_size=256), ""),
     ("flash_attn_4", "", "sm_90a", replace(PAGED, page_size=128), "a page of 128 tokens may be one"),
     ("flashinfer", "fa2", "sm_80", RAGGED, ""),
+    ("flashinfer", "fa2", "sm_90a", replace(RAGGED, return_lse=True), "sums probabilities rounded to 16 bits"),
+    ("flashinfer", "fa2", "sm_90a", replace(PREFILL, return_lse=True), "sums probabilities rounded to 16 bits"),
     ("flashinfer", "fa3", "sm_80", RAGGED, "runs on sm_90"),
+    ("flashinfer", "fa3", "sm_90a", replace(RAGGED, return_lse=True), ""),
     ("flashinfer", "fa3", "sm_90a", DENSE, ""),
     ("flashinfer", "fa2", "sm_90a", replace(DENSE, head_dim=72, head_dim_v=72), "got 72/72"),
     ("flashinfer", "fa2", "sm_90a", PREFILL, ""),
@@ -144,12 +148,22 @@ def test_a_library_that_is_not_here_counts_only_for_other_machines() -> None:
             assert other.ok and "is installed; it is not here" in other.reason
 
 
-def test_an_installed_library_beats_no_measured_choice() -> None:
+def test_an_installed_library_is_taken_where_it_was_measured_to_be_faster() -> None:
+    """And where it keeps hidden NaN from rows, or the program says that there are none."""
     with installed(**EVERYTHING):
-        for causal in (False, True):
-            decision = kernelgen.explain("attention", (2, 4096, 32, 128), (2, 4096, 8, 128), (2, 4096, 8, 128), causal=causal,
-                                         target="sm_90a")
-            assert decision.chosen is not None and decision.chosen.backend == ("generated" if causal else "torch")
+        for length, batch, causal, finite, expected in (
+            (4096, 2, False, False, "flash_attn_4"), (4096, 2, True, False, "generated"), (4096, 2, True, True, "flash_attn_4"),
+            (1024, 8, False, False, "cudnn"), (1024, 8, True, True, "cudnn"), (1024, 2, True, True, "flash_attn_4"),
+            (128, 2, True, True, "generated"),
+        ):
+            with settings.override(assume_finite=finite):
+                select.forget()
+                kv = (batch, length, 8, 128)
+                decision = kernelgen.explain("attention", (batch, length, 32, 128), kv, kv, causal=causal, target="sm_90a", dtype="fp16")
+            chosen = decision.chosen
+            assert chosen is not None and chosen.backend == expected, (length, causal, finite, str(decision))
+            assert chosen.backend == "generated" or "h200_dispatch.json" in chosen.note
+    select.forget()
 
 
 def test_packages_that_share_a_namespace_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 import kernelgen
-from kernelgen.dispatch import cost, fitting, select
+from kernelgen.dispatch import cost, fitting, measured, select
 from kernelgen.dispatch.cost import Fit, Machine, Work
 from kernelgen.dispatch.rules import RULES, UNNAMED, Rule
 from kernelgen.targets import Target
@@ -49,6 +49,47 @@ def test_waves_of_tiles_cost_what_they_leave_empty() -> None:
     assert Fit(0.0, 1.0, 1.0).us(replace(whole, width=1.0), _GPU) == pytest.approx(1e12 / 16e8)
 
 
+@pytest.mark.parametrize("m, k, n, orders, dtype, expected", [
+    (333, 4104, 4096, ("row", "col"), "bf16", True), (333, 4112, 4096, ("row", "col"), "bf16", False),
+    (8, 4096, 4104, ("row", "row"), "bf16", True), (1, 4104, 4096, ("row", "row"), "bf16", False),
+    (24, 4096, 64, ("col", "col"), "bf16", True), (64, 4112, 64, ("row", "col"), "e4m3", True),
+])
+def test_rows_that_begin_within_sectors(m: int, k: int, n: int, orders: tuple[str, str], dtype: str, expected: bool) -> None:
+    problem = replace(_problem("gemm", (m, k), (k, n)), a_order=orders[0], b_order=orders[1], a_dtype=dtype, b_dtype=dtype)
+    work = cost.work_of(problem)
+    assert work is not None and work.uneven == cost.uneven(problem) == expected
+
+
+def test_what_rows_within_sectors_and_empty_rows_of_boxes_cost() -> None:
+    plain = Work(0.0, 4e8, 96, 64, 1, 2.0)
+    fit = Fit(launch=0.0, bandwidth=1.0, peak=1.0, uneven=0.5, beyond=2.0, boxes=(8, 128))
+    assert fit.us(replace(plain, rows=128), _GPU) == pytest.approx(100.0)
+    assert fit.us(replace(plain, rows=128, uneven=True), _GPU) == pytest.approx(200.0)
+    assert fit.us(plain, _GPU) == pytest.approx(100 * (1 + 2 * 32 / (128 + 64)))
+    assert fit.us(replace(plain, rows=200), _GPU) == pytest.approx(100 * (1 + 2 * 56 / (2 * (128 + 64))))
+    assert fit.us(replace(plain, rows=5), _GPU) == pytest.approx(100 * (1 + 2 * 3 / (8 + 64)))
+    assert fit.us(replace(plain, rows=0), _GPU) == pytest.approx(100.0)
+
+
+def test_products_of_wider_types_have_no_figures() -> None:
+    """They run by other units: figures of 16 bits say nothing of them."""
+    for dtype, known in (("bf16", True), ("fp32", False)):
+        assert (cost.work_of(_problem("gemm", (300, 64), (64, 64), dtype=dtype)) is not None) == known
+        assert (cost.work_of(_problem("attention", *((2, 100, 8, 64),) * 3, dtype=dtype)) is not None) == known
+
+
+def test_a_kind_keeps_to_its_op_in_what_its_times_do_not_say() -> None:
+    """Two long problems of a head dim know nothing of a launch: the op's does."""
+    true = Fit(8.0, 0.6, 0.45)
+    shapes = [(64, 1, 64, 2), (64, 4, 256, 8), (64, 8, 1024, 16), (64, 2, 4096, 32), (128, 2, 8192, 32), (128, 1, 16384, 32)]
+    points = []
+    for d, b, s, h in shapes:
+        problem = _problem("attention", *((b, s, h, d),) * 3, causal=True)
+        points.append((problem, "generated x", true.us(cost.work_of(problem), _GPU)))  # type: ignore[arg-type]
+    fitted = fitting.fit(_GPU, points).fits
+    assert fitted["attention/128 causal generated x"].launch == fitted["attention generated x"].launch == 8.0
+
+
 def test_a_fit_finds_the_figures_that_made_the_times() -> None:
     true = {"generated x": Fit(4.0, 0.88, 0.6, 128, 128), "torch": Fit(10.0, 0.67, 0.81)}
     problems = [_problem("gemm", (m, k), (k, n)) for m in (1, 64, 500, 4096) for n, k in ((4096, 7168), (2112, 7168), (8192, 1024))]
@@ -65,6 +106,7 @@ def test_the_model_decides_only_between_what_no_rule_names(monkeypatch: pytest.M
     for fits, chosen, by in (
         ({f"gemm {label}": Fit(5.0, 0.1, 0.1), "gemm torch": Fit(1.0, 1.0, 1.0)}, "torch", "model"),
         ({f"gemm {label}": Fit(1.0, 1.0, 1.0), "gemm torch": Fit(5.0, 0.1, 0.1)}, label, "model"),
+        ({f"gemm {label}": Fit(5.0, 1.0, 1.0), "gemm torch": Fit(4.9, 1.0, 1.0)}, label, "model"),  # no clear difference: the first stays
         ({"gemm torch": Fit(1.0, 1.0, 1.0)}, label, "rule"),  # nothing is known of the first: it stays
     ):
         monkeypatch.setattr(cost, "machine_of", lambda target, fits=fits: replace(_GPU, fits=fits))
@@ -72,6 +114,33 @@ def test_the_model_decides_only_between_what_no_rule_names(monkeypatch: pytest.M
         decision = select.choose(problem, Target.parse("sm_89"), live=False)
         assert decision.chosen is not None and (decision.chosen.label, decision.decided_by) == (chosen, by)
     select.forget()
+
+
+@pytest.mark.parametrize("m, n, k, chosen, words", [
+    (500, 4096, 4104, "cublaslt", "sectors"), (64, 4096, 4104, "cublaslt", "sectors"), (16, 4096, 4104, "skinny_sm90", "few rows"),
+    (80, 4096, 4096, "cublaslt", "half empty"), (112, 8192, 4096, "dense_sm90", "TMA"), (100, 8192, 5120, "cublaslt", "half empty"),
+    (128, 6144, 5120, "dense_sm90", "TMA"), (80, 2112, 5120, "skinny_sm90", "few rows"), (2048, 4096, 4096, "dense_sm90", "TMA"),
+])
+def test_rules_of_products_by_what_was_measured(
+    m: int, n: int, k: int, chosen: str, words: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(measured, "times", lambda problem, target, live: ({}, ""))  # as in buckets that no file has
+    select.forget()
+    decision = select.choose(replace(_problem("gemm", (m, k), (k, n)), b_order="col"), HOPPER, live=False)
+    select.forget()
+    found = decision.chosen
+    assert found is not None and decision.decided_by == "rule" and chosen in found.label and words in found.note, str(decision)
+
+
+@pytest.mark.parametrize("shape, features, chosen", [
+    ((4, 4096, 16, 128), {}, "prefill_sm90"), ((16, 128, 16, 64), {}, "prefill_sm90"), ((4, 100, 16, 128), {}, "prefill_mma"),
+    ((4, 4096, 16, 128), {"window": (511, 0)}, "prefill_mma"), ((4, 4096, 16, 32), {}, "prefill_mma"),
+    ((4, 4096, 16, 128), {"soft_cap": 30.0}, "split_mma"),
+])
+def test_rules_of_our_attention_by_what_was_measured(shape: tuple[int, ...], features: dict[str, object], chosen: str) -> None:
+    select.forget()
+    decision = kernelgen.explain("attention", shape, shape, shape, target=HOPPER, causal=True, dtype="fp16", **features)
+    assert decision.chosen is not None and decision.chosen.label == f"generated attention/{chosen}", str(decision)
 
 
 def test_what_no_row_names_is_behind_everything_but_the_oracle() -> None:

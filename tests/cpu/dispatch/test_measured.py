@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ import torch
 import kernelgen
 from kernelgen.dispatch import measured, select
 from kernelgen.dispatch.timings import Machine, Measurement, Timings, TimingsError
-from kernelgen.targets import target_of
+from kernelgen.kernels.base import families
+from kernelgen.targets import Target, target_of
 
 HERE = target_of("cpu")
 _A, _B = torch.randn(40, 64), torch.randn(64, 96)
@@ -96,6 +98,24 @@ def test_another_release_makes_the_whole_bucket_stale() -> None:
     assert "measured with torch 1.0" in decision.basis and "kernelgen tune" in decision.basis
 
 
+def test_a_kernel_that_came_after_what_ships_is_not_kept_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who was measured would always be taken before it. Kernels that do not run the problem are no reason."""
+    hopper = replace(Target.parse("sm_90a"), sm_count=132)
+    q, kv = (16, 1024, 16, 128), (16, 1024, 16, 128)
+    problem = kernelgen.explain("attention", q, kv, kv, target=replace(hopper)).problem
+    kernels = [f.name for f in families("attention", "cuda")]
+    for left_out, counts in (("", True), ("attention/prefill_sm90", False)):
+        rows = tuple(_measurement("generated", name, 90.0) for name in kernels if name != left_out)
+        found = {"another problem": rows, str(measured.bucket(problem)): (_measurement("torch", "cudnn", 80.0),)}
+        text = measured.dumps("attention", Machine("NVIDIA H200", 132, "", "", "", ""), found)
+        monkeypatch.setattr(measured, "_shipped", lambda op, arch, text=text: (("attention.json", text),))
+        select.forget()
+        decision = kernelgen.explain("attention", q, kv, kv, target=replace(hopper))
+        assert (decision.decided_by == "measurement") == counts, str(decision)
+        assert counts or "measured before attention/prefill_sm90 was there: measure anew" in decision.basis
+    select.forget()
+
+
 @pytest.mark.parametrize("spoil", ["cut", "number", "schema", "empty", "not json"])
 def test_a_file_that_is_not_as_it_was_written_is_not_believed(spoil: str, caplog: pytest.LogCaptureFixture) -> None:
     path = _save(_measurement("torch", "", 20.0))
@@ -142,6 +162,18 @@ def test_defaults_round_trip() -> None:
     here, found = Machine.here(HERE), {"m=1": (_measurement("torch", "", 1.5), _measurement("generated", "x", None))}
     again = Timings.parse(measured.dumps("gemm", here, found), "gemm.json", "shipped")
     assert again.problems == found and again.machine == here and json.loads(measured.dumps("gemm", here, found))["schema"] == 1
+    lines = measured.dumps("gemm", here, found).splitlines()
+    assert sum('"backend"' in line for line in lines) == 2, "a line for each"
+    assert not any('"note": ""' in line for line in lines), "with what it has"
+
+
+def test_a_file_with_every_field_written_out_is_read() -> None:
+    """As this release wrote them at first."""
+    here, one = Machine.here(HERE), _measurement("torch", "", 1.5)
+    content = {"machine": asdict(here), "problems": {"m=1": [asdict(one)]}}
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    text = json.dumps({"schema": 1, "op": "gemm", **content, "sha256": digest})
+    assert Timings.parse(text, "gemm.json", "shipped").problems == {"m=1": (one,)}
 
 
 @pytest.mark.parametrize("spoil", [

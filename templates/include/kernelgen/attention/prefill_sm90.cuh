@@ -50,6 +50,8 @@ struct PrefillSm90 : Sm90Shape<Options> {
   using Scores = float[Shape::kScoreCount];
   using Output = float[Shape::kOutputCount];
   using Weights = uint32_t[Shape::kKeySteps][4];
+  // Logits that are made one by one have registers for nothing else.
+  static constexpr bool kByReference = !Shape::kNatural && !Shape::kAnyHidden;
 
   // Key tiles [begin, end) that any row of the tile sees, and the keys that all of its rows see.
   struct Span {
@@ -308,7 +310,7 @@ struct PrefillSm90 : Sm90Shape<Options> {
         hold(scores);
         to_logits(tile);
         bool done = false;
-        if (softmax.settled) {
+        if (kByReference && softmax.settled) {
           done = softmax.step_by_reference(scores, scale);
           if (!done) {
             remake_scores(scores, query_tile(shared, q_stage, group) + work.warp % 4 * 16 * kSwizzleRowBytes, key_tile(shared, k_at.stage));

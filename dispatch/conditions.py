@@ -1,0 +1,158 @@
+"""What the rows of rules.py ask of a problem, and the thresholds behind it, each with its measurement."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kernelgen.targets import Target
+
+# Rows of a up to which skinny_sm90 is the better Hopper product whatever the estimate of the other says, which knows tiles and not how
+# much of b is on its way (H200, 2026-11-30: at 8 rows its choices took 1.3 - 1.7 x the time). And columns of b from which it is worse for
+# more than 128 rows (192 - 512 rows: best for 576 and 2112 columns, never for 4096).
+# Of many small products in a batch dense_sm90 is the better one sooner (64 rows: 9.0 us for 9.7, 8.7 for 9.1; 32 rows: 7.7 and 7.4, 7.7 and
+# 7.3; tools/bench/results/tried/h200_batched.json).
+# With more than 32 rows of fp8, sums promoted, and 48 of 16 bits the tiles of dense_sm90 are the better ones more often than not, and the
+# estimates decide (64 rows: fp8 up to 1.3 x as fast as skinny_sm90, 16 bits 1.0 - 1.11; 32 rows of fp8: slower but for 24576 columns;
+# tools/bench/results/tried/h200_tune_few_rows.json).
+FEW_ROWS, FEW_COLUMNS, FEW_ROWS_OF_MANY, FEW_ROWS_OF_FP8, FEW_ROWS_OF_HALVES = 64, 4096, 32, 32, 48
+# Columns of b from which more of 16 bits are dense_sm90's in any case: 64 and 128 rows of 6144, 8192, 24576 columns 0.84 - 0.99 x the time
+# of skinny_sm90's best (h200_tune_skinny.json, h200_tune_few_rows.json there), which the estimates do not know: 96 rows took 1.3 x.
+WIDE_COLUMNS = 6144
+# Rows from which dense tiles, which can share K too, were the better product for few columns as well (192 - 512 rows of 576 and
+# 2112 columns: 0.5 - 1.05 of the time of skinny_sm90's best; fp8, 256 and 512 rows: 0.76 - 0.9; H200, 2026-11-30,
+# tools/bench/results/tried/h200_tune_dense.json, h200_tune_few_rows.json).
+DENSE_ROWS = 192
+
+
+def _nothing_masked(p: Any) -> bool:
+    """Dense attention of which every row sees every key: what torch's kernels do as the contract says, NaN included."""
+    return p.layout == "dense" and not (p.causal or p.windowed or p.kv_lens or p.mask or p.block_mask or p.variant)
+
+
+def cudnn_attention(p: Any) -> bool:
+    """What cuDNN was measured for: 16-bit inputs (it has no others in torch) and its three head dims."""
+    return _nothing_masked(p) and p.q_dtype == p.kv_dtype in ("bf16", "fp16") and p.head_dim == p.head_dim_v in (64, 128, 256)
+
+
+def _measured_attention(p: Any) -> bool:
+    """The calls for which kernels and libraries were measured beside each other: dense and ragged 16-bit ones, of what may be asked beside
+    that with a window, a soft-cap or the LSE. (With kv_lens a library gets a copy of v.)"""
+    others = p.kv_lens or p.mask or p.block_mask or p.variant or p.alibi or p.sinks or p.requires_grad
+    return not others and p.q_dtype == p.kv_dtype and p.q_dtype in ("bf16", "fp16") and 64 <= p.head_dim == p.head_dim_v <= 256
+
+
+# Where FlashAttention-4 and cuDNN's graphs were the faster ones (H200, 2026-11-30, bf16, tools/bench/results/h200_dispatch.json).
+#
+# FA4_QUERIES      queries from which FlashAttention-4 was ahead of ours: 128 took 1.07 x, ragged requests of 256 1.35 x, 300 0.96 x
+# FA4_FEW, FA4_KEYS  fewer of them over keys that make up for it (64 over 4,096: 0.69 x)
+# CUDNN_LENGTHS    queries and keys, both in this range, of at least CUDNN_HEADS heads of the batch: cuDNN took 0.80 - 0.97 x of
+#                  FlashAttention-4's time with head dims 64 and 128; with fewer heads (16, 32) 1.02 - 1.39 x
+FA4_QUERIES, FA4_FEW, FA4_KEYS, CUDNN_LENGTHS, CUDNN_HEADS = 257, 64, 4096, range(512, 1025), 128
+
+
+def long_attention(p: Any) -> bool:
+    queries, keys = _lengths(p)
+    return _measured_attention(p) and (queries >= FA4_QUERIES or queries >= FA4_FEW and keys >= FA4_KEYS)
+
+
+def long_wide_heads(p: Any) -> bool:
+    """Where split_mma's items, cut finer than prefill_mma's tiles, were the faster ones though there are tiles for every SM."""
+    plain = not (p.windowed or p.batch_invariant)
+    return _measured_attention(p) and plain and p.layout == "dense" and p.head_dim >= 128 and min(p.seq_q, p.seq_k) >= 2048
+
+
+def whole_tiles(p: Any) -> bool:
+    """What prefill_sm90 was measured for: a tile of queries and more, and nothing that makes logits one by one."""
+    plain = not (p.windowed or p.soft_cap or p.batch_invariant)
+    return _measured_attention(p) and plain and p.layout == "dense" and min(p.seq_q, p.seq_k) >= 128
+
+
+def many_short_heads(p: Any) -> bool:
+    return (_measured_attention(p) and p.layout == "dense" and p.head_dim in (64, 128) and not p.windowed
+            and p.seq_q == p.seq_k and p.seq_q in CUDNN_LENGTHS and p.batch * p.num_q_heads >= CUDNN_HEADS)
+
+
+# When dense and ragged attention splits its keys over SMs or threads. Reasoned from the measured kernels (docs/design/
+# attention_inference.md), not measured as thresholds.
+#
+# DECODE_QUERIES  of a request: a quarter of prefill_mma's smallest tile, which is mostly empty then
+# PACKED_ROWS     queries x heads of a group that one tile of split_mma holds: keys are read once for all of them, where prefill_mma
+#                 reads them for each query head
+# LONG_KEYS       keys from which there is something to split: two of the shortest chunks
+# KEYS_PER_QUERY  for more rows: below it the partial results cost as much as the keys
+# TILE_ROWS       queries of prefill_mma's tile where there are few
+# PANEL_ROWS      packed rows of prefill_cpu's shortest task
+DECODE_QUERIES, PACKED_ROWS, LONG_KEYS, KEYS_PER_QUERY, TILE_ROWS, PANEL_ROWS = 16, 64, 512, 4, 64, 32
+
+
+def _lengths(p: Any) -> tuple[int, int]:
+    """Queries and keys in sight of a request; of ragged ones the mean, which is all that is known."""
+    requests = max(p.batch, 1) if p.layout == "ragged" else 1
+    queries, keys = -(-p.seq_q // requests), p.seq_k // requests
+    return queries, keys if p.window[0] is None else min(keys, queries + p.window[0])
+
+
+def decode(p: Any) -> bool:
+    """Few rows over long keys. A batch-invariant call may not look at what the batch decides: means, and how long the cache is."""
+    queries, keys = _lengths(p)
+    few = queries <= DECODE_QUERIES and queries * p.group_size <= PACKED_ROWS
+    return few and (p.layout == "dense" if p.batch_invariant else keys >= LONG_KEYS)
+
+
+def few_tiles(p: Any, target: Target) -> bool:
+    """Long keys, and less than a tile of prefill_mma for every SM."""
+    queries, keys = _lengths(p)
+    tiles = -(-queries // TILE_ROWS) * p.num_q_heads * p.batch
+    return not p.batch_invariant and keys >= max(LONG_KEYS, KEYS_PER_QUERY * queries) and tiles < target.sm_count
+
+
+def few_tasks(p: Any, target: Target) -> bool:
+    """Long keys, and less than a task of prefill_cpu for every thread."""
+    queries, keys = _lengths(p)
+    tasks = -(-queries * p.group_size // PANEL_ROWS) * p.num_kv_heads * p.batch
+    return not p.batch_invariant and keys >= max(LONG_KEYS, KEYS_PER_QUERY * queries) and tasks < target.sm_count
+
+
+def many_products(p: Any, target: Target) -> bool:
+    """A batch of small products that fills the chip, of 129 rows and more, too: ours take 0.94 - 0.96 of torch.bmm's time at 1,024."""
+    from kernelgen.kernels.gemm import skinny_sm90
+
+    return skinny_sm90.many_products(p, target)
+
+
+def skinny(p: Any, target: Target) -> bool:
+    """Few rows, where b's bytes are what counts, and else by the estimates of both Hopper products (imported when one is called)."""
+    from kernelgen.kernels.gemm import dense_sm90, skinny_sm90
+    from kernelgen.kernels.gemm.sm90 import kind_of_sums
+
+    if many_products(p, target):
+        return p.m <= FEW_ROWS_OF_MANY
+    if p.m > 128 and (p.n >= FEW_COLUMNS or p.m >= DENSE_ROWS):
+        return False
+    few = FEW_ROWS  # of a batch, and of fp8 that is not promoted, too
+    if p.batch == 1:
+        halves = p.a_dtype in ("bf16", "fp16")
+        few = FEW_ROWS_OF_FP8 if kind_of_sums(p) != "plain" else FEW_ROWS_OF_HALVES if halves else FEW_ROWS
+        if halves and p.m > few and p.n >= WIDE_COLUMNS:
+            return False
+    return p.m <= few or skinny_sm90.estimate(p, target) <= dense_sm90.estimate(p, target)
+
+
+# Codes from which packed_sm90 was measured: fewer are read in less time than its start takes.
+MANY_CODES = 5760 * 2880
+
+
+def one_wave(p: Any, target: Target) -> bool:
+    """What packed_sm90 was measured for: all of its blocks at once, with something to read for each."""
+    from kernelgen.kernels.gemm import packed_sm90
+
+    return p.n * p.k >= MANY_CODES and bool(packed_sm90.supports(p, target)) and packed_sm90.one_wave(p, target)
+
+
+def plain_gemm(p: Any) -> bool:
+    return not (p.bias or p.activation or p.accumulate_c) and p.a_dtype == p.b_dtype == p.out_dtype and p.a_dtype in ("bf16", "fp16")
+
+
+def few_tokens(p: Any) -> bool:
+    """Where moe/small_cuda was faster than the composition: up to eight tokens."""
+    return p.tokens <= 8
