@@ -54,19 +54,31 @@ def pack_templates(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def without_comments(folder: Path) -> None:
-    """Of the modules that the wheel holds: comments are a thirtieth of it, and for who reads the repository. Every line keeps its number,
-    and what is compiled stays the same."""
+def private_docstrings(tree: ast.AST) -> list[ast.stmt]:
+    """Those of private functions and classes, taken out of the tree: no help() shows them. Decorators may read theirs (a command's help)."""
+    found = []
+    for node in ast.walk(tree):
+        if (isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and node.name.startswith("_") and len(node.body) > 1
+                and not node.name.startswith("__") and not node.decorator_list and ast.get_docstring(node) is not None):
+            found.append(node.body.pop(0))
+    return found
+
+
+def without_notes(folder: Path) -> None:
+    """Modules of the wheel without their comments and the docstrings of what is private: a twentieth of it, and for those who read the
+    repository. Every line keeps its number, and what is compiled stays the same."""
     for path in folder.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
-        lines = text.splitlines(keepends=True)
+        tree, lines = ast.parse(text), text.splitlines(keepends=True)
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             if token.type == tokenize.COMMENT:
                 row, column = token.start
                 lines[row - 1] = lines[row - 1][:column].rstrip() + "\n"
+        for note in private_docstrings(tree):
+            lines[note.lineno - 1:note.end_lineno] = ["\n"] * (note.end_lineno - note.lineno + 1)
         shorter = "".join(lines)
-        if ast.dump(ast.parse(shorter)) != ast.dump(ast.parse(text)):
-            raise SystemExit(f"kernelgen: {path} would mean something else without its comments")
+        if ast.dump(ast.parse(shorter)) != ast.dump(tree):
+            raise SystemExit(f"kernelgen: {path} would mean something else without its notes")
         path.write_text(shorter, encoding="utf-8")
 
 
@@ -90,7 +102,7 @@ class BuildWithLauncher(build_py):
             package = Path(self.build_lib) / "kernelgen"
             build_launcher(package / "_lib" / "launcher.so")
             pack_templates(package / "templates")
-            without_comments(package)
+            without_notes(package)
 
 
 class PlatformWheel(bdist_wheel):
