@@ -55,7 +55,7 @@ def pack_templates(folder: Path) -> None:
 
 
 def private_docstrings(tree: ast.AST) -> list[ast.stmt]:
-    """Those of private functions and classes, taken out of the tree: no help() shows them. Decorators may read theirs (a command's help)."""
+    """Of private functions and classes, taken out of the tree: no help() shows them. A decorator may read its own (a command's help)."""
     found = []
     for node in ast.walk(tree):
         if (isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and node.name.startswith("_") and len(node.body) > 1
