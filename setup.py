@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import bz2
-import io
 import json
+import re
 import shutil
 import subprocess
 import sys
-import tokenize
 from pathlib import Path
 
 from setuptools import Distribution, setup
@@ -25,8 +23,6 @@ SHIPPED_OF_TESTING = ("__init__", "data", "moe_layer", "tolerance")
 OF_A_CHECKOUT = {("kernelgen.library", "write"), ("kernelgen.bench", "tuning"), ("kernelgen.dispatch", "fitting")}
 # kernelgen/launch/host.py builds the same file with the same flags from a checkout.
 FLAGS = ["-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-s"]
-# 3 KB of the wheel, where compiler and linker can.
-SMALLER = ["-flto", "-fvisibility-inlines-hidden", "-ffunction-sections", "-fdata-sections", "-Wl,--gc-sections", "-Wl,-z,noseparate-code"]
 
 
 def build_launcher(target: Path) -> bool:
@@ -40,46 +36,24 @@ def build_launcher(target: Path) -> bool:
         print("kernelgen: no C++ compiler or no apache-tvm-ffi: the launcher is built at first use instead", file=sys.stderr)
         return False
     target.parent.mkdir(parents=True, exist_ok=True)
-    source = ["-Itemplates/include", "-I", libinfo.find_include_path(), "templates/host/launcher.cc", "-ldl", "-o", str(target)]
-    if subprocess.run([compiler, *FLAGS, *SMALLER, *source], capture_output=True).returncode != 0:
-        subprocess.run([compiler, *FLAGS, *source], check=True)
+    command = [compiler, *FLAGS, "-Itemplates/include", "-I", libinfo.find_include_path(), "templates/host/launcher.cc",
+               "-ldl", "-o", str(target)]
+    subprocess.run(command, check=True)
     return True
+
+
+def without_comments(path: str, text: str) -> str:
+    """As kernelgen/render.py reads templates: nothing here may import the package. tests/cpu/test_import.py compares the two."""
+    return text if path.endswith((".py", ".py.jinja")) else re.sub(r"^[ \t]*//(?:(?!\{[{%#]).)*$", "", text, flags=re.MULTILINE)
 
 
 def pack_templates(folder: Path) -> None:
     """All templates as one compressed file, in place of their folder: half of what they take in a wheel one by one, which has 1 MB.
     kernelgen/render.py reads it."""
-    texts = {path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*")) if path.is_file()}
+    names = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    texts = {name: without_comments(name, path.read_text(encoding="utf-8")) for name, path in names.items()}
     folder.with_name("templates.json.bz2").write_bytes(bz2.compress(json.dumps(texts, ensure_ascii=False).encode()))
     shutil.rmtree(folder)
-
-
-def private_docstrings(tree: ast.AST) -> list[ast.stmt]:
-    """Of private functions and classes, taken out of the tree: no help() shows them. A decorator may read its own (a command's help)."""
-    found = []
-    for node in ast.walk(tree):
-        if (isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and node.name.startswith("_") and len(node.body) > 1
-                and not node.name.startswith("__") and not node.decorator_list and ast.get_docstring(node) is not None):
-            found.append(node.body.pop(0))
-    return found
-
-
-def without_notes(folder: Path) -> None:
-    """Modules of the wheel without their comments and the docstrings of what is private: a twentieth of it, and for those who read the
-    repository. Every line keeps its number, and what is compiled stays the same."""
-    for path in folder.rglob("*.py"):
-        text = path.read_text(encoding="utf-8")
-        tree, lines = ast.parse(text), text.splitlines(keepends=True)
-        for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            if token.type == tokenize.COMMENT:
-                row, column = token.start
-                lines[row - 1] = lines[row - 1][:column].rstrip() + "\n"
-        for note in private_docstrings(tree):
-            lines[note.lineno - 1:note.end_lineno] = ["\n"] * (note.end_lineno - note.lineno + 1)
-        shorter = "".join(lines)
-        if ast.dump(ast.parse(shorter)) != ast.dump(tree):
-            raise SystemExit(f"kernelgen: {path} would mean something else without its notes")
-        path.write_text(shorter, encoding="utf-8")
 
 
 class PlatformDistribution(Distribution):
@@ -102,7 +76,6 @@ class BuildWithLauncher(build_py):
             package = Path(self.build_lib) / "kernelgen"
             build_launcher(package / "_lib" / "launcher.so")
             pack_templates(package / "templates")
-            without_notes(package)
 
 
 class PlatformWheel(bdist_wheel):

@@ -24,14 +24,12 @@ WIDE_COLUMNS = 6144
 DENSE_ROWS = 192
 
 
+TILE_OF_128 = 128  # rows of prefill_sm90's tile
+
+
 def _nothing_masked(p: Any) -> bool:
     """Dense attention of which every row sees every key: what torch's kernels do as the contract says, NaN included."""
     return p.layout == "dense" and not (p.causal or p.windowed or p.kv_lens or p.mask or p.block_mask or p.variant)
-
-
-def cudnn_attention(p: Any) -> bool:
-    """What cuDNN was measured for: 16-bit inputs (it has no others in torch) and its three head dims."""
-    return _nothing_masked(p) and p.q_dtype == p.kv_dtype in ("bf16", "fp16") and p.head_dim == p.head_dim_v in (64, 128, 256)
 
 
 def _measured_attention(p: Any) -> bool:
@@ -41,18 +39,23 @@ def _measured_attention(p: Any) -> bool:
     return not others and p.q_dtype == p.kv_dtype and p.q_dtype in ("bf16", "fp16") and 64 <= p.head_dim == p.head_dim_v <= 256
 
 
-# Where FlashAttention-4 and cuDNN's graphs were the faster ones (H200, 2026-11-30, bf16, tools/bench/results/h200_dispatch.json).
+# Where FlashAttention-4 and cuDNN were ahead of ours (H200, 2026-11-30, bf16, tools/bench/results/h200_dispatch.json).
 #
-# FA4_QUERIES      queries from which FlashAttention-4 was ahead of ours: 128 took 1.07 x, ragged requests of 256 1.35 x, 300 0.96 x
-# FA4_FEW, FA4_KEYS  fewer of them over keys that make up for it (64 over 4,096: 0.69 x)
-# CUDNN_LENGTHS    queries and keys, both in this range, of at least CUDNN_HEADS heads of the batch: cuDNN took 0.80 - 0.97 x of
-#                  FlashAttention-4's time with head dims 64 and 128; with fewer heads (16, 32) 1.02 - 1.39 x
-FA4_QUERIES, FA4_FEW, FA4_KEYS, CUDNN_LENGTHS, CUDNN_HEADS = 257, 64, 4096, range(512, 1025), 128
+# FA4_LONG        keys from which prefill_sm90 took longer: 16,384 without a mask 1.10 - 1.16 x FlashAttention-4's time, D 64 causal 1.06 x;
+#                 8,192 1.00 - 1.02 x. Causal D 128 was never behind (0.90 - 0.99 x)
+# FA4_WIDE        causal, head dims beyond 192: 4,096 and more 1.04 - 1.10 x
+# FA4_FEW, FA4_KEYS  fewer than a tile of queries over many keys (64 over 4,096: 0.69 x split_mma's time)
+# CUDNN_LENGTHS   D 128 without a mask, queries and keys in this range, CUDNN_HEADS and more heads of the batch: 0.94 - 0.98 x of our time
+FA4_LONG, FA4_WIDE, FA4_FEW, FA4_KEYS, CUDNN_LENGTHS, CUDNN_HEADS = 12288, 4096, 64, 4096, range(512, 1025), 128
 
 
 def long_attention(p: Any) -> bool:
     queries, keys = _lengths(p)
-    return _measured_attention(p) and (queries >= FA4_QUERIES or queries >= FA4_FEW and keys >= FA4_KEYS)
+    if not _measured_attention(p) or p.layout != "dense" or p.windowed or p.soft_cap or queries < FA4_FEW:
+        return False
+    few = queries < TILE_OF_128 and keys >= FA4_KEYS
+    wide = p.causal and p.head_dim > 192 and keys >= FA4_WIDE
+    return few or wide or (keys >= FA4_LONG and not (p.causal and 64 < p.head_dim <= 192))
 
 
 def long_wide_heads(p: Any) -> bool:
@@ -61,15 +64,18 @@ def long_wide_heads(p: Any) -> bool:
     return _measured_attention(p) and plain and p.layout == "dense" and p.head_dim >= 128 and min(p.seq_q, p.seq_k) >= 2048
 
 
-def whole_tiles(p: Any) -> bool:
-    """What prefill_sm90 was measured for: a tile of queries and more, and nothing that makes logits one by one."""
-    plain = not (p.windowed or p.soft_cap or p.batch_invariant)
-    return _measured_attention(p) and plain and p.layout == "dense" and min(p.seq_q, p.seq_k) >= 128
+def hopper_prefill(p: Any) -> bool:
+    """A tile of queries and more for prefill_sm90, and nothing that makes its logits one by one. (Dense calls were timed; the rest of it is
+    right on a GPU and has the same loop. A batch-invariant call may not look at means.)"""
+    queries, keys = _lengths(p)
+    others = p.mask or p.block_mask or p.variant or p.alibi or p.requires_grad or p.batch_invariant
+    wide = min(p.head_dim, p.head_dim_v) >= 64
+    return not others and wide and min(queries, p.seq_k // max(p.batch, 1) if p.layout == "ragged" else keys) >= TILE_OF_128
 
 
-def many_short_heads(p: Any) -> bool:
-    return (_measured_attention(p) and p.layout == "dense" and p.head_dim in (64, 128) and not p.windowed
-            and p.seq_q == p.seq_k and p.seq_q in CUDNN_LENGTHS and p.batch * p.num_q_heads >= CUDNN_HEADS)
+def cudnn_lengths(p: Any) -> bool:
+    return (_measured_attention(p) and _nothing_masked(p) and p.head_dim == 128 and not p.soft_cap
+            and p.seq_q in CUDNN_LENGTHS and p.seq_k in CUDNN_LENGTHS and p.batch * p.num_q_heads >= CUDNN_HEADS)
 
 
 # When dense and ragged attention splits its keys over SMs or threads. Reasoned from the measured kernels (docs/design/

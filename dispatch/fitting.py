@@ -23,6 +23,9 @@ _TRUST = 0.01  # in it, beside a squared error: a figure that times tell is hard
 _ROW_TILES = ((0, 0), (64, 1), (128, 1))  # attention's outputs are tiled by rows
 
 
+_LONG = 10.0  # launches: times beyond are a matter of the shares, and say nothing of the launch
+
+
 def fit(machine: Machine, measured: Iterable[tuple[Any, str, float]]) -> Machine:
     """``measured``: (problem, label of the candidate, microseconds). Every op gets a fit of all its times, and a kind of problem with two
     times or more (``cost.kind``) one of its own, which keeps to the op's in what its times do not say: those of long problems know
@@ -46,6 +49,8 @@ def _tiles(name: str) -> tuple[tuple[int, int], ...]:
 
 def _best(machine: Machine, points: list[tuple[Work, float]], tiles: tuple[tuple[int, int], ...], prior: Fit) -> Fit:
     grids = {"peak": _SHARES, "bandwidth": _SHARES, "launch": _LAUNCH}
+    if min(us for _, us in points) > _LONG * prior.launch:
+        del grids["launch"]
     if any(work.uneven for work, _ in points):
         grids["uneven"] = _LEFT
     product = any(work.columns > 1 for work, _ in points)

@@ -13,19 +13,18 @@ from typing import Any
 from kernelgen.dispatch import cost
 from kernelgen.dispatch.conditions import (
     FEW_COLUMNS,
-    cudnn_attention,
+    cudnn_lengths,
     decode,
     few_tasks,
     few_tiles,
     few_tokens,
+    hopper_prefill,
     long_attention,
     long_wide_heads,
     many_products,
-    many_short_heads,
     one_wave,
     plain_gemm,
     skinny,
-    whole_tiles,
 )
 from kernelgen.targets import Target
 
@@ -89,25 +88,26 @@ RULES: tuple[Rule, ...] = (
          kernel="attention/split_mma", when=long_wide_heads),
     Rule("attention", "generated", 55, "for calls whose tiles leave SMs idle, or that are a decode: this one is neither",
          target_kind="cuda", kernel="attention/split_mma"),
-    Rule("attention", "generated", 63, "TMA and WGMMA: 0.76 - 1.08 x the time of torch's cuDNN, which takes 0.39 - 0.74 x prefill_mma's, "
-         "with 128 tokens and more (H200, 2026-11-30, tools/bench/results/tried/h200_prefill_sm90_configs.json)", target_kind="cuda",
-         capability=(90,), kernel="attention/prefill_sm90", when=whole_tiles),
-    Rule("attention", "generated", 50, "TMA and WGMMA: measured dense, 128 tokens and more, without a window, a mask or a soft-cap",
+    Rule("attention", "generated", 64, "TMA and WGMMA, a tile of queries and more: 0.41 - 0.65 x the time of prefill_mma, 0.85 - 1.03 x of "
+         "cuDNN's, in 32 problems (H200, 2026-11-30, tools/bench/results/h200_dispatch.json)", target_kind="cuda",
+         capability=(90,), kernel="attention/prefill_sm90", when=hopper_prefill),
+    Rule("attention", "generated", 50, "TMA and WGMMA: fewer queries than a tile, masks and variants were not timed",
          target_kind="cuda", kernel="attention/prefill_sm90"),
     Rule("attention", "generated", 65, "long keys and fewer tasks of prefill_cpu than threads: split_cpu gives those keys, too",
          target_kind="cpu", kernel="attention/split_cpu", fits=few_tasks),
     Rule("attention", "generated", 55, "for calls whose tasks leave threads idle: this one has enough", target_kind="cpu",
          kernel="attention/split_cpu"),
-    Rule("attention", "torch", 70, "cuDNN in torch 2.11 takes 0.39 - 0.74 x the time of prefill_mma, measured in bf16, D 64, 128, 256, "
-         "1k - 16k, and so expected in fp16 (H200, 2026-11-29, `kernelgen bench attention`); with a mask it lets a NaN of a "
-         "masked key through", target_kind="cuda", capability=(90,), kernel="cudnn", when=cudnn_attention),
+    Rule("attention", "torch", 70, "D 128, many heads of 512 - 1,024 tokens, no mask: cuDNN in torch 2.11 takes 0.94 - 0.98 x the time of "
+         "prefill_sm90 (H200, 2026-11-30, tools/bench/results/h200_dispatch.json)", target_kind="cuda", capability=(90,), kernel="cudnn",
+         when=cudnn_lengths),
     *_cublas("torch", 70),
     Rule("gemm", "generated", 64, "TMA and WGMMA for few rows or columns: by the estimates of both Hopper products, whose figures were "
          "measured on an H200 (2026-11-30)", target_kind="cuda", capability=(90,), kernel="gemm/skinny_sm90", fits=skinny),
     Rule("gemm", "generated", 62, "TMA and WGMMA (H200, 2026-11-30, tools/bench/results/tried/h200_gemm_sm90.json)",
          target_kind="cuda", capability=(90,), kernel="gemm/dense_sm90"),
     Rule("gemm", "generated", 22, "the same product in CuTe-DSL: 1.01 - 1.04 x as fast as dense_sm90 at five shapes, by 3 samples (H200, "
-         "2026-11-30, tools/bench/results/tried/h200_dense_sm90_cute.json), which is not enough to take it: where a tuning finds it faster", target_kind="cuda", kernel="gemm/dense_sm90_cute"),
+         "2026-11-30, tools/bench/results/tried/h200_dense_sm90_cute.json), which is not enough to take it: "
+         "where a tuning finds it faster", target_kind="cuda", kernel="gemm/dense_sm90_cute"),
     Rule("gemm", "generated", 64, "packed weights, few rows: 0.60 - 0.87 x the time of packed_skinny where one wave of blocks is enough "
          "(H200, 2026-11-30, tools/bench/results/tried/h200_packed_sm90.json)", target_kind="cuda", capability=(90,),
          kernel="gemm/packed_sm90", fits=one_wave),
@@ -134,12 +134,11 @@ RULES: tuple[Rule, ...] = (
          "(H200, 2026-11-30)", target_kind="cuda", kernel="moe/small_cuda"),
     Rule("", "generated", 60, "specialised for this problem", general=True),
     Rule("", "torch", 40, "works everywhere torch does", general=True),
-    Rule("attention", "cudnn", 75, "many heads of 512 - 1,024 tokens, D 64 and 128: 0.80 - 0.97 x the time of FlashAttention-4, "
-         "0.52 - 0.74 x ours (H200, 2026-11-30, tools/bench/results/h200_dispatch.json)", target_kind="cuda", capability=(90,),
-         when=many_short_heads),
-    Rule("attention", "flash_attn_4", 74, "long queries: 0.35 - 0.96 x the time of ours, 0.62 - 0.94 x of torch's cuDNN, and compiled in "
-         "2 - 4 s at its first use (H200, 2026-11-30, tools/bench/results/h200_dispatch.json)", target_kind="cuda", capability=(90,),
-         when=long_attention),
+    Rule("attention", "cudnn", 75, "D 128, many heads of 512 - 1,024 tokens, no mask: 0.94 - 0.98 x the time of prefill_sm90 "
+         "(H200, 2026-11-30, tools/bench/results/h200_dispatch.json)", target_kind="cuda", capability=(90,), when=cudnn_lengths),
+    Rule("attention", "flash_attn_4", 74, "0.69 - 0.96 x the time of ours: 12,288 keys and more (not D 128, causal), wide heads under "
+         "a causal mask, fewer queries than a tile; compiled in 2 - 4 s at its first use (H200, 2026-11-30, "
+         "tools/bench/results/h200_dispatch.json)", target_kind="cuda", capability=(90,), when=long_attention),
     Rule("", "reference", 1, "slow eager float64 version"),
     Rule("", "cudnn", 35, "cuDNN by its own graphs: below everything that rules know; where it was measured, times decide"),
     Rule("", "flash_attn_4", 34, "FlashAttention-4: where it was measured, times decide"),

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _INCLUDE = re.compile(r'^\s*#\s*include\s*[<"](kernelgen/[^>"]+)[>"]', re.MULTILINE)
 # `from kernelgen_cute.layouts import tile` and `from kernelgen_cute import layouts, pipelines`, of Python kernels.
 _IMPORT = re.compile(r"^\s*from\s+kernelgen_cute(?:\.(\w+)\s+import\b|\s+import\s+(\w+(?:\s*,\s*\w+)*)\s*$)", re.MULTILINE)
+_COMMENT = re.compile(r"^[ \t]*//(?:(?!\{[{%#]).)*$", re.MULTILINE)  # a line that is one, and has no tag of Jinja's
 # Marks the template line that an output line came from; \x01 and \x02 cannot occur in a template.
 _MARK = re.compile("\x01([^\x01\x02]*):(\\d+)\x02")
 _TAG = re.compile(r"\{%.*?%\}|\{#.*?#\}|\{\{.*?\}\}", re.DOTALL)
@@ -62,14 +63,21 @@ def _packed() -> dict[str, str]:
     return dict(json.loads(bz2.decompress(data)))
 
 
+def without_comments(path: str, text: str) -> str:
+    """A template of C++ or CUDA with empty lines for those that are comments alone: a cache key that saw them would have kernels rebuilt
+    for a comment, and a quarter of what the templates take in a wheel would be comments. Lines keep their numbers."""
+    return text if path.endswith((".py", ".py.jinja")) else _COMMENT.sub("", text)
+
+
 @cache
 def template_text(path: str) -> str:
-    """Text of a file under templates/, wherever the package is installed. Raises RenderError if there is none."""
+    """Text of a file under templates/ as kernels are made of it (``without_comments``), wherever the package is installed. Raises
+    RenderError if there is none."""
     if path in _packed():
         return _packed()[path]
     resource = files("kernelgen").joinpath("templates", *path.split("/"))
     try:
-        return resource.read_text(encoding="utf-8")
+        return without_comments(path, resource.read_text(encoding="utf-8"))
     except OSError as error:
         raise RenderError(f"template {path!r} is not in the package ({error.strerror}); reinstall kernelgen") from error
 

@@ -74,10 +74,10 @@ def test_a_run_stops_at_its_budget_and_goes_on(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(TOOL, "Results", lambda *a, **k: results.Results(
         *a, **k, machine={"cpu": "x", "cores": 1}, versions=dict.fromkeys(("kernelgen", "python", "torch", "cuda"))))
     words = ["int4", "--json", str(tmp_path / "x.json")]
-    assert TOOL.main([*words, "--budget", "0"]) == 0 and "5 problems are left" in capsys.readouterr().err
+    assert TOOL.main([*words, "--budget", "0"]) == 0 and "10 problems are left" in capsys.readouterr().err
     assert TOOL.main([*words, "--resume"]) == 0
     assert "int4 weight, M <= 16" in capsys.readouterr().out
-    assert len(results.read(tmp_path / "x.json").rows) == 10
+    assert len(results.read(tmp_path / "x.json").rows) == 20
     with pytest.raises(SystemExit):
         TOOL.main(["nonsense"])
     with pytest.raises(SystemExit):  # before anything is measured

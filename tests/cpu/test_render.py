@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from kernelgen.render import RenderError, explain_lines, include_closure, render
+from kernelgen.render import RenderError, explain_lines, include_closure, render, template_text, without_comments
 from kernelgen.testing import toy
 
 
@@ -71,3 +73,15 @@ def test_compiler_text_gets_template_lines() -> None:
     shown = explain_lines(source, f"kernel.cc:{row + 1 + shift}:5: error: x\ninclude/kernelgen/cpu/vec.h:3: note")
     assert f"[templates/{toy.CPU_TEMPLATE}:{wanted + 1}]" in shown
     assert "templates/include/kernelgen/cpu/vec.h:3" in shown
+
+
+def test_lines_that_are_comments_alone_are_no_part_of_a_kernel() -> None:
+    """A comment that is reworded rebuilds nothing, and lines keep their numbers for error messages."""
+    text = 'int a;  // stays\n  // goes\n//\n{# jinja #}\n// {{ name }} stays\n"// stays"\nint b;\n'
+    expected = 'int a;  // stays\n\n\n{# jinja #}\n// {{ name }} stays\n"// stays"\nint b;\n'
+    assert without_comments("a.cuh", text) == expected == without_comments("a.cuh", expected)
+    assert without_comments("a.py.jinja", text) == text
+    for path in ("include/kernelgen/attention/prefill_sm90.cuh", "gemm/dense_sm90.cu.jinja"):
+        original = (Path(__file__).parents[2] / "templates" / path).read_text()
+        assert template_text(path).count("\n") == original.count("\n")
+    assert "// " not in template_text("include/kernelgen/sm90/tma.cuh").splitlines()[0]

@@ -219,6 +219,12 @@ def table(rows: list[dict[str, Any]], target: Target, model: cost.Machine | None
     return lines
 
 
+def _newer_kernels(row: dict[str, Any], problem: Any, target: Target) -> set[str]:
+    """Kernels of ours that run the problem and were not there when it was measured: its times say nothing of them."""
+    own = {c.kernel for c in select.candidates_of(problem, target, live=False) if c.backend == "generated" and c.verdict}
+    return own - {m["kernel"] for m in row["measurements"]}
+
+
 def write_defaults(rows: list[dict[str, Any]], folder: Path, target: Target, here: Machine) -> cost.Machine:
     """cost.json from the problems that are not held out, and the times of all as defaults."""
     by_name = {str(case.problem(target)): case.problem(target) for case in cases()}
@@ -232,7 +238,7 @@ def write_defaults(rows: list[dict[str, Any]], folder: Path, target: Target, her
     for row in rows:
         problem = by_name.get(row["problem"]) if row["problem"] in ships else None
         name = measured.bucket(problem) if problem is not None else None
-        if name is not None and row["times"]:
+        if name is not None and row["times"] and not _newer_kernels(row, problem, target):
             most = _FAR_BEHIND * min(row["times"].values())
             found[problem.op][name] = tuple(
                 Measurement(**m | {"us": float(f"{m['us']:.4g}")}) for m in row["measurements"]

@@ -134,8 +134,8 @@ def test_rules_of_products_by_what_was_measured(
 
 @pytest.mark.parametrize("shape, features, chosen", [
     ((4, 4096, 16, 128), {}, "prefill_sm90"), ((16, 128, 16, 64), {}, "prefill_sm90"), ((4, 100, 16, 128), {}, "prefill_mma"),
-    ((4, 4096, 16, 128), {"window": (511, 0)}, "prefill_mma"), ((4, 4096, 16, 32), {}, "prefill_mma"),
-    ((4, 4096, 16, 128), {"soft_cap": 30.0}, "split_mma"),
+    ((4, 4096, 16, 128), {"window": (511, 0)}, "prefill_sm90"), ((4, 4096, 16, 32), {}, "prefill_mma"),
+    ((4, 4096, 16, 128), {"soft_cap": 30.0}, "prefill_sm90"), ((4, 4096, 16, 128), {"batch_invariant": True}, "prefill_mma"),
 ])
 def test_rules_of_our_attention_by_what_was_measured(shape: tuple[int, ...], features: dict[str, object], chosen: str) -> None:
     select.forget()
