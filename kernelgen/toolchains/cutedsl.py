@@ -14,7 +14,7 @@ import shlex
 import shutil
 import sys
 from functools import lru_cache
-from importlib import metadata, util
+from importlib import metadata
 from pathlib import Path
 
 from kernelgen.cache.keys import Request, ToolchainId
@@ -28,7 +28,7 @@ from kernelgen.targets import Target
 from kernelgen.toolchains import process
 from kernelgen.toolchains.base import PARAMS_ABI, Toolchain, compile_error
 from kernelgen.toolchains.cubin import resources
-from kernelgen.toolchains.python_child import compile_in_child
+from kernelgen.toolchains.python_child import compile_in_child, places
 
 INSTALL = "install it with `pip install 'kernelgen[cutedsl]'`"
 _PACKAGE = "nvidia_cutlass_dsl"
@@ -40,8 +40,7 @@ _HIDDEN = ("CUTE_DSL_", "CUTLASS_")
 
 def roots() -> list[Path]:
     """Folders of the DSL's packages. Nothing is imported: a GPU host may have the run-time library alone."""
-    found = util.find_spec(_PACKAGE)
-    return [Path(p) for p in (found.submodule_search_locations or ())] if found else []
+    return places(_PACKAGE)
 
 
 def flavours(pattern: str) -> dict[int, Path]:

@@ -12,6 +12,7 @@ import re
 import sys
 import time
 from collections.abc import Mapping
+from importlib import util
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,15 @@ from kernelgen.toolchains import process
 from kernelgen.toolchains.base import compile_error
 
 REPORT = "report.json"
+
+
+def places(package: str) -> list[Path]:
+    """Folders of a package, found without importing it; none where it is not there, or hidden."""
+    try:
+        found = util.find_spec(package)
+    except (ImportError, ValueError):
+        return []
+    return [Path(p) for p in (found.submodule_search_locations or ())] if found else []
 
 
 def compile_in_child(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from functools import lru_cache
-from importlib import metadata, util
+from importlib import metadata
 from pathlib import Path
 
 from kernelgen.cache.keys import Request, ToolchainId
@@ -20,7 +20,7 @@ from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
 from kernelgen.toolchains.base import PARAMS_ABI, Toolchain
 from kernelgen.toolchains.cubin import resources
-from kernelgen.toolchains.python_child import compile_in_child
+from kernelgen.toolchains.python_child import compile_in_child, places
 
 INSTALL = "install it with `pip install 'kernelgen[triton]'`"
 _DISTRIBUTIONS = ("triton", "pytorch-triton")
@@ -37,7 +37,7 @@ def _identity() -> ToolchainId:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-        if util.find_spec("triton") is not None:
+        if places("triton"):
             return ToolchainId("triton", f"Triton {version}", PARAMS_ABI)
     raise ToolchainMissing(f"Triton is not installed: no package {' or '.join(_DISTRIBUTIONS)}; {INSTALL}")
 
