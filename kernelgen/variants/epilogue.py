@@ -16,7 +16,7 @@ from typing import Any
 
 from kernelgen.errors import VariantError
 from kernelgen.variants.expression import BOOL, FLOATS, INT, INT32, REAL, Expression, in_order, make, number_of
-from kernelgen.variants.trace import _KIND_TYPE, Context, Tensor, Value, _element, _names_in, _result, extra_tensor
+from kernelgen.variants.trace import _KIND_TYPE, Context, Tensor, Value, _names_in, _result, extra_tensor
 from kernelgen.variants.traced import ExtraScalar, ExtraTensor, scalar_kind
 
 FIELDS = ("batch", "row", "column")
@@ -29,11 +29,15 @@ _DSL = {"float32": "Float32", "bfloat16": "BFloat16", "float16": "Float16", "int
 
 @dataclass(frozen=True)
 class TracedEpilogue:
-    """An epilogue as its kernels see it. Equal where the expression and the extra values that it reads are equal."""
+    """An epilogue as its kernels see it. Equal where the expression and the extra values that it reads are equal.
+
+    rows    names of tensors whose last dimension is contiguous, which is compiled in
+    """
 
     result: Expression
     tensors: tuple[ExtraTensor, ...] = ()
     scalars: tuple[ExtraScalar, ...] = ()
+    rows: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -50,8 +54,9 @@ class TracedEpilogue:
         """Expressions of arguments to compile with: any sizes and strides."""
         made = []
         for t in self.tensors:
-            shape, strides = ("(" + f"cute.{kind}(), " * t.rank + ")" for kind in ("sym_int", "sym_int64"))
-            made.append(f"make_fake_tensor(cutlass.{_DSL[t.dtype]}, {shape}, {strides})")
+            last = "1," if t.name in self.rows else "cute.sym_int64(),"
+            shape, strides = "cute.sym_int(), " * t.rank, "cute.sym_int64(), " * (t.rank - 1) + last
+            made.append(f"make_fake_tensor(cutlass.{_DSL[t.dtype]}, ({shape}), ({strides}))")
         return (*made, *(f"{_WORDS[s.kind]}(1)" for s in self.scalars))
 
     @cached_property
@@ -85,9 +90,11 @@ def trace_epilogue(
     for name, t in known.items():
         if t.dtype not in _DSL:
             raise VariantError(f"epilogue: extra tensor {name!r} is {t.dtype}, expected one of {', '.join(_DSL)}")
+        if t.rank == 0:
+            raise VariantError(f"epilogue: extra tensor {name!r} has no dimension, expected one or more; pass a number by scalars=")
     values: dict[str, Value | Tensor] = {
         name: Value(make("field", INT, value=name, bounds=(0, INT32[1]))) for name in FIELDS}
-    values |= {name: Tensor(t) if t.rank else _element(t, ()) for name, t in known.items()}
+    values |= {name: Tensor(t) for name, t in known.items()}
     for name, scalar in numbers.items():
         if scalar.kind not in _WORDS:
             raise VariantError(f"epilogue: the number {name!r} needs 64 bits, expected one of 32")
@@ -96,8 +103,10 @@ def trace_epilogue(
     given = [Value(make("score", REAL, value=half)) for half in (("x", "y") if gated else ("x",))]
     result = _result("score", function(*given, Context(values)), FLOATS, "a float (the new value)")
     read = {name for e in in_order((result,)) for name in _names_in(e)}
+    # Descriptions without a tensor are those of calls, whose rows are contiguous.
+    rows = (n for n, t in (tensors or {}).items() if n in read and (isinstance(t, ExtraTensor) or t.stride(-1) == 1))
     traced = TracedEpilogue(result, tuple(known[n] for n in sorted(known) if n in read),
-                            tuple(numbers[n] for n in sorted(numbers) if n in read))
+                            tuple(numbers[n] for n in sorted(numbers) if n in read), tuple(sorted(rows)))
     _ = traced.code  # an operation that has no form there is said now
     return traced
 

@@ -78,6 +78,8 @@ def test_an_epilogue_is_what_its_function_says() -> None:
     assert "functions.load(extra_scale, functions.from_end(extra_scale, 0, t0))" in back.code
     both = trace_epilogue(lambda x, y, ctx: torch.tanh(x) * y + ctx.scale.shape[0], {"scale": torch.zeros(3)}, gated=True)
     assert "t0 * y" in both.code and "Int32(cute.size(extra_scale, mode=[0]))" in both.code
+    apart = trace_epilogue(function, {"scale": torch.zeros(3, 2)[:, 0]}, {"shift": 0.5})
+    assert (traced.rows, apart.rows) == (("scale",), ()) and traced.stand_ins != apart.stand_ins and traced.code == apart.code
     renamed = trace_epilogue(lambda value, context: function(value, context), {"scale": torch.zeros(7)}, {"shift": 2.0})
     assert renamed == traced and renamed.digest == traced.digest, "names of functions and values of numbers are not compiled in"
     assert dense_sm90_cute.spec(BASE, H200, Config(1, 2, 256, 4), traced) != dense_sm90_cute.spec(BASE, H200, Config(1, 2, 256, 4))
@@ -93,5 +95,7 @@ def test_what_cannot_be_an_epilogue(function: Any, words: str) -> None:
         trace_epilogue(function, {"wide": torch.zeros(3, dtype=torch.float64)} if "float64" in words else {})
     with pytest.raises(VariantError, match="hides a field"):
         trace_epilogue(lambda x, ctx: x, {"row": torch.zeros(3)})
+    with pytest.raises(VariantError, match="has no dimension"):
+        trace_epilogue(lambda x, ctx: x, {"t": torch.tensor(1.0)})
     with pytest.raises(DtypeError):
         trace_epilogue(lambda x, ctx: x, {"t": torch.zeros(3, dtype=torch.complex64)})

@@ -1,4 +1,5 @@
-"""gemm/product_triton: compiled for every architecture that it is taken on, and run by Triton's interpreter against the reference."""
+"""gemm/product_triton: compiled for the oldest architecture that it is taken on, for Hopper and for a new one, and run by Triton's
+interpreter against the reference."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def _specs(arch: str) -> list[KernelSpec]:
 
 
 def test_every_branch_compiles() -> None:
-    specs = [*_specs("sm_90a"), *(_specs(arch)[0] for arch in ("sm_80", "sm_89", "sm_100", "sm_120"))]
+    specs = [*_specs("sm_90a"), *(_specs(arch)[0] for arch in ("sm_80", "sm_120"))]
     built = build_many([lambda s=s: build.build(s) for s in specs], labels=[str(s) for s in specs], memory_per_job_bytes=2**28)
     for spec, job in zip(specs, built):
         meta = job.result()[0].meta
