@@ -136,16 +136,16 @@ def test_host_code_is_not_that_of_the_processor_that_compiles() -> None:
     assert "%xmm" in listing and "%ymm" not in listing and "%zmm" not in listing
 
 
-@needs["cutedsl"]
-def test_without_a_linker_the_object_is_kept(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_linker_the_object_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cutedsl, "_linker", lambda: None)
     with toy.templates():
-        artifact, _ = build.build(spec("cutedsl", factor=7))
-        assert artifact.binary.name == "scale.o"
-        cute._open_runtime(artifact.toolchain.cuda_major)
-        monkeypatch.setattr(cutedsl, "roots", list)
-        with pytest.raises(LaunchError, match="where there was no linker"):
-            cute._link_in_memory(artifact.binary)
+        _, source = build.request_of(spec("cutedsl"))
+    assert cutedsl.link(["scale.o"], tmp_path, source, "toy") == "scale.o"
+    with pytest.raises(ToolchainMissing, match="several entries need a linker: none of ld, c..,"):
+        cutedsl.link(["scale.o", "other.o"], tmp_path, source, "toy")
+    monkeypatch.setattr(cutedsl, "roots", list)
+    with pytest.raises(LaunchError, match="where there was no linker"):
+        cute._link_in_memory(tmp_path / "scale.o")
 
 
 @needs["cutedsl"]
