@@ -8,7 +8,7 @@ from typing import Any
 from kernelgen import build
 from kernelgen.dispatch.decision import Candidate, Decision
 from kernelgen.errors import CacheError, ToolchainMissing
-from kernelgen.kernels.base import families
+from kernelgen.kernels.base import OURS, family_of
 from kernelgen.settings import settings
 from kernelgen.specs import KernelSpec
 from kernelgen.toolchains import toolchain
@@ -28,8 +28,8 @@ def with_artifacts(decision: Decision) -> Decision:
 
 
 def _with_state(c: Candidate, decision: Decision) -> Candidate:
-    family = next((f for f in families(decision.problem.op, decision.target.kind) if f.name == c.kernel), None)
-    if c.backend != "generated" or not c.verdict.ok or family is None:  # a composition's kernels are the steps' own
+    family = family_of(decision.problem.op, decision.target.kind, c.kernel) if c.backend in OURS else None
+    if not c.verdict.ok or family is None:  # a composition's kernels are the steps' own
         return c
     return replace(c, artifact="cached" if _found(family.spec(decision.problem, decision.target, c.config)) else "not built yet")
 

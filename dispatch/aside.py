@@ -7,14 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 from kernelgen.dispatch.decision import Candidate
-from kernelgen.errors import BackendError
+from kernelgen.errors import BackendError, CompileError, LaunchError, ToolchainMissing
 
 logger = logging.getLogger("kernelgen")
 
-# Backends that are other people's code. Ours raise their own errors, which are faults to be seen, not to be worked around.
-WRAPPED = frozenset({"torch", "cudnn", "cublaslt", "flash_attn_2", "flash_attn_3", "flash_attn_4", "flashinfer", "triton"})
+# Backends that are other people's code. Ours raise their own errors, which are faults to be seen, not to be worked around; but for kernels
+# in Python, whose compilers trace them and change with every release of theirs.
+WRAPPED = frozenset({"torch", "cudnn", "cublaslt", "flash_attn_2", "flash_attn_3", "flash_attn_4", "flashinfer"})
 # What libraries raise for what they cannot do. Out of memory is the caller's to see, whatever it is called: see ``out_of_memory``.
-FAILURES = (RuntimeError, ImportError, NotImplementedError, ValueError, TypeError, AssertionError, AttributeError, OSError, KeyError)
+FAILURES = (RuntimeError, ImportError, NotImplementedError, ValueError, TypeError, AssertionError, AttributeError, OSError, KeyError,
+            CompileError, LaunchError, ToolchainMissing)
+OWN_FAILURES = (CompileError, LaunchError, ToolchainMissing)  # of our own kernels in Python, while one is prepared
 
 _aside: dict[tuple[Any, str, str], str] = {}
 

@@ -105,6 +105,9 @@ RULES: tuple[Rule, ...] = (
          "measured on an H200 (2026-11-30)", target_kind="cuda", capability=(90,), kernel="gemm/skinny_sm90", fits=skinny),
     Rule("gemm", "generated", 62, "TMA and WGMMA (H200, 2026-11-30, tools/bench/results/tried/h200_gemm_sm90.json)",
          target_kind="cuda", capability=(90,), kernel="gemm/dense_sm90"),
+    Rule("gemm", "generated", 22, "the same product in CuTe-DSL: 1.01 - 1.04 x as fast as dense_sm90 at five shapes, by 3 samples (H200, "
+         "2026-11-30, tools/bench/results/tried/h200_dense_sm90_cute.json), which is not enough to take it: "
+         "where a tuning finds it faster", target_kind="cuda", kernel="gemm/dense_sm90_cute"),
     Rule("gemm", "generated", 64, "packed weights, few rows: 0.60 - 0.87 x the time of packed_skinny where one wave of blocks is enough "
          "(H200, 2026-11-30, tools/bench/results/tried/h200_packed_sm90.json)", target_kind="cuda", capability=(90,),
          kernel="gemm/packed_sm90", fits=one_wave),

@@ -125,7 +125,7 @@ class Rows:
 
     def _described(self, c: Candidate, adapter: Backend) -> Candidate:
         """With its rule and what it promises, held against what the problem asks for."""
-        p, target, verdict = self.problem, self.target, c.verdict
+        p, target, config, verdict = self.problem, self.target, c.config, c.verdict
         promised = adapter.properties(p, c.kernel)
         if self._hides and adapter.name in aside.WRAPPED:
             promised = _leaky(promised)
@@ -133,11 +133,11 @@ class Rows:
         if verdict and not (honoured := promised.honour(p)):
             verdict = honoured
         if verdict and self.live and (reason := aside.reason(p, adapter.name, c.kernel)):
-            verdict = no(reason)
+            config, verdict = None, no(reason)  # a config that is found later would come with a verdict of its own
         note = rule.note
         if self._leaky and not promised.hides_nonfinite:
             note = f"{self._leaky}; {note}"
-        return Candidate(adapter.name, c.kernel, c.config, verdict, rule.score, note, promised, rule.general)
+        return Candidate(adapter.name, c.kernel, config, verdict, rule.score, note, promised, rule.general)
 
     def may(self, backend: str) -> bool:
         """May one of its candidates be taken? Who asks need not find out what they say of the problem."""
@@ -280,8 +280,9 @@ def prepare(problem: Any, target: Target, backend: str, tensors: Any, planned: A
     if chosen.backend == "generated":
         check_addresses(problem.op, tensors)
     logger.debug("%s on %s: %s", problem, target, chosen.label)
-    if chosen.backend not in aside.WRAPPED:
-        return decision, backends()[chosen.backend].prepare(problem, target, chosen.kernel, chosen.config, tensors)
+    adapter, own = backends()[chosen.backend], chosen.backend not in aside.WRAPPED
+    if own and not adapter.traced(problem, target, chosen.kernel):
+        return decision, adapter.prepare(problem, target, chosen.kernel, chosen.config, tensors)
 
     def set_aside(failed: Exception) -> None:
         """Raises where no other may take the call."""
@@ -292,6 +293,8 @@ def prepare(problem: Any, target: Target, backend: str, tensors: Any, planned: A
             reconsider(planned)
             forget_calls()  # plans' decisions are remembered, too
         if not auto:
+            if own:
+                raise failed
             raise aside.backend_error(chosen, problem, failed, planned is not None) from failed
         aside.put(problem, chosen, failed)
         reconsider(problem)
@@ -300,12 +303,13 @@ def prepare(problem: Any, target: Target, backend: str, tensors: Any, planned: A
         set_aside(failed)
         return prepare(problem, target, backend, tensors)[1]
 
+    failures = aside.OWN_FAILURES if own else aside.FAILURES
     try:
-        run = backends()[chosen.backend].prepare(problem, target, chosen.kernel, chosen.config, tensors)
-    except aside.FAILURES as error:
+        run = adapter.prepare(problem, target, chosen.kernel, chosen.config, tensors)
+    except failures as error:
         set_aside(error)
         return prepare(problem, target, backend, tensors)
-    return decision, aside.FirstUse(run, again)
+    return decision, run if own else aside.FirstUse(run, again)
 
 
 def with_predictions(decision: Decision) -> Decision:

@@ -76,3 +76,7 @@ class Backend(ABC):
     def properties(self, problem: Any, kernel: str) -> Properties:
         """What the candidate promises. ``select`` holds it against what the problem asks for, and ``explain`` shows it."""
         return Properties()
+
+    def traced(self, problem: Any, target: Target, kernel: str) -> bool:
+        """Is it a kernel of ours in Python? Where its compiler refuses it, "auto" takes the next best and says so."""
+        return False

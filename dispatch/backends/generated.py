@@ -11,10 +11,13 @@ from kernelgen.dispatch.backends.base import Backend, Later, Properties
 from kernelgen.errors import ArtifactMissingError, ToolchainMissing
 from kernelgen.kernels.base import Composition, KernelFamily, Steps, composition, families
 from kernelgen.settings import settings
+from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
 from kernelgen.toolchains import toolchain
 from kernelgen.toolchains.base import PARAMS_ABI
 from kernelgen.verdicts import Verdict, no, yes
+
+_TRACING = ("cutedsl", "triton")  # toolchains whose sources are Python, traced by their compiler
 
 
 @cache
@@ -34,11 +37,13 @@ def _obtainable(family: KernelFamily, problem: Any, target: Target, config: Any)
     missing = _toolchain_problem(family.toolchain, settings().cxx)
     if not missing:
         return yes()
-    spec = family.spec(problem, target, config)
+    return yes("prebuilt") if is_built(family.spec(problem, target, config)) else no(missing)
+
+
+def is_built(spec: KernelSpec) -> bool:
+    """Has the cache an artifact of the spec, whichever compiler made it?"""
     request, _ = build.request_of(spec)
-    if build.store().get(request, None, binding_abi=PARAMS_ABI, cuda_major=toolchain(spec.toolchain).cuda_major):
-        return yes("prebuilt")
-    return no(missing)
+    return build.store().get(request, None, binding_abi=PARAMS_ABI, cuda_major=toolchain(spec.toolchain).cuda_major) is not None
 
 
 _NO_GRADIENT = ("a gradient is asked for, or torch transforms the call: no generated kernel has a backward in this release, and torch does "
@@ -95,6 +100,9 @@ class Generated(Backend):
         keeps to configs that have them where they are asked for."""
         return _INVARIANT if getattr(problem, "batch_invariant", False) else _PLAIN
 
+    def traced(self, problem: Any, target: Target, kernel: str) -> bool:
+        return any(f.name == kernel and f.toolchain in _TRACING for f in families(problem.op, target.kind))
+
     def prepare(self, problem: Any, target: Target, kernel: str, config: Any, tensors: Any) -> Callable[[Any], Any]:
         if isinstance(config, Steps):
             made_of, decisions = composition(problem.op), dict(config.decisions)
@@ -113,19 +121,23 @@ class Generated(Backend):
                 chosen = [(d.problem, target, d.chosen.kernel, d.chosen.config) for d in decisions.values() if d.chosen is not None]
                 # All that are missing, so that one command is enough.
                 raise error.with_command(prebuild_command_of(step for step in chosen if _is_missing(*step))) from None
-        family = _family(problem.op, target, kernel)
-        path = settings().record
-        if path is not None:
-            from kernelgen.aot.manifest import record
+        return prepare_family(_family(problem.op, target, kernel), problem, target, config, tensors)
 
-            record(path, problem, target, kernel, config)
-        try:
-            loaded = build.kernel(family.spec(problem, target, config))
-        except ArtifactMissingError as error:
-            from kernelgen.aot.manifest import prebuild_command
 
-            raise error.with_command(prebuild_command(problem, target, kernel, config)) from None
-        return family.bind(problem, config, loaded, tensors)
+def prepare_family(family: KernelFamily, problem: Any, target: Target, config: Any, tensors: Any) -> Callable[[Any], Any]:
+    """The kernel of a family, loaded or built, and bound to the tensors of a call."""
+    path = settings().record
+    if path is not None:
+        from kernelgen.aot.manifest import record
+
+        record(path, problem, target, family.name, config)
+    try:
+        loaded = build.kernel(family.spec(problem, target, config))
+    except ArtifactMissingError as error:
+        from kernelgen.aot.manifest import prebuild_command
+
+        raise error.with_command(prebuild_command(problem, target, family.name, config)) from None
+    return family.bind(problem, config, loaded, tensors)
 
 
 def _is_missing(problem: Any, target: Target, kernel: str, config: Any) -> bool:

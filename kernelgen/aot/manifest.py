@@ -22,7 +22,7 @@ from typing import Any
 from kernelgen.dispatch.decision import Candidate, Decision
 from kernelgen.errors import SettingsError
 from kernelgen.forks import Lock
-from kernelgen.kernels.base import families
+from kernelgen.kernels.base import OURS, families
 from kernelgen.targets import Target
 from kernelgen.verdicts import yes
 
@@ -161,8 +161,8 @@ def _decode_line(line: str, where: str) -> Decision:
     if not isinstance(target, Target) or not isinstance(target.arch, str) or getattr(problem, "op", None) != entry["op"]:
         raise SettingsError(f"{where}: got op {entry['op']!r}, a {type(problem).__name__} and a {type(target).__name__}, expected a "
                             "problem of that op and a Target: record again")
-    known = {f.name: f for f in families(entry["op"], target.kind)}
-    family = known.get(str(entry["kernel"]))
+    known = {f.name: (backend, f) for backend in OURS for f in families(entry["op"], target.kind, backend)}
+    backend, family = known.get(str(entry["kernel"]), ("", None))
     if family is None:
         raise SettingsError(f"{where}: got kernel {entry['kernel']!r}, expected one of {', '.join(known) or 'none'} for {entry['op']} on "
                             f"{target}: record again with this release")
@@ -176,7 +176,7 @@ def _decode_line(line: str, where: str) -> Decision:
         raise SettingsError(f"{where}: {family.name} cannot make sense of it ({error}); was it edited? record again") from None
     if not verdict:
         raise SettingsError(f"{where}: {family.name} does not run {problem} on {target} with {config}: {verdict.reason}; record again")
-    chosen = Candidate("generated", family.name, config, yes(), 0.0, "recorded")
+    chosen = Candidate(backend, family.name, config, yes(), 0.0, "recorded")
     return Decision(problem, target, chosen, (chosen,))
 
 

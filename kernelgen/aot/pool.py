@@ -113,7 +113,8 @@ def _found(spec: KernelSpec) -> Built | None:
 
 def _row(spec: KernelSpec, artifact: Artifact, *, built: bool, seconds: float) -> Built:
     meta = artifact.meta
-    spills = meta.get("spill_stores", 0) + meta.get("spill_loads", 0) if "registers" in meta else None
+    # Without ptxas' own report the stack is what is known: of a kernel that has no arrays there it is what was spilled.
+    spills = meta.get("spill_stores", 0) + meta.get("spill_loads", meta.get("stack_bytes", 0)) if "registers" in meta else None
     return Built(spec, built, seconds, meta["files"][meta["binary"]]["size"], sum(f["size"] for f in meta["files"].values()),
                  meta.get("registers"), spills, str(artifact.path))
 

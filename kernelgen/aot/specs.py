@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kernelgen.dispatch.decision import Decision
-from kernelgen.kernels.base import Steps, families
+from kernelgen.kernels.base import OURS, Steps, family_of
 from kernelgen.specs import KernelSpec
 
 
@@ -17,7 +17,7 @@ def specs_of(decision: Decision) -> tuple[KernelSpec, ...]:
 def leaves(decision: Decision) -> tuple[Decision, ...]:
     """The decisions for one kernel family each that a decision consists of: the steps of a layer of experts, else itself."""
     chosen = decision.chosen
-    if chosen is None or chosen.backend != "generated":
+    if chosen is None or chosen.backend not in OURS:
         return ()
     if isinstance(chosen.config, Steps):
         return tuple(leaf for _, step in chosen.config.decisions for leaf in leaves(step))
@@ -33,7 +33,8 @@ def needs_of(decision: Decision) -> Iterator[tuple[KernelSpec, Decision]]:
 
 def _specs_of_leaf(decision: Decision) -> tuple[KernelSpec, ...]:
     assert decision.chosen is not None
-    family = next(f for f in families(decision.problem.op, decision.target.kind) if f.name == decision.chosen.kernel)
+    family = family_of(decision.problem.op, decision.target.kind, decision.chosen.kernel)
+    assert family is not None
     return (family.spec(decision.problem, decision.target, decision.chosen.config), *_beside(decision))
 
 

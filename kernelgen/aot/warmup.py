@@ -169,6 +169,7 @@ def _ready(device: torch.device) -> Callable[[Any], None]:
     torch.cuda.synchronize(index)  # the context is made here, once, and not in every thread
 
     def ready(kernel: Any) -> None:
+        kernel = getattr(kernel, "binary", kernel)  # of a Triton kernel. Those of CuTe-DSL are loaded by their own library
         if isinstance(kernel, CudaKernel) and kernel.handle:
             for name in kernel.spec.entries:
                 launcher().cuda_make_ready(kernel.entry(name).handle, index)

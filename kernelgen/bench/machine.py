@@ -17,7 +17,7 @@ import kernelgen
 
 # Distributions whose release decides a figure: what kernelgen compiles and launches with, and the peers.
 _DISTRIBUTIONS = (
-    "apache-tvm-ffi", "cuda-bindings", "cuda-core", "nvidia-cuda-nvrtc", "triton", "nvidia-cutlass-dsl", "nvidia-cudnn-frontend",
+    "apache-tvm-ffi", "cuda-bindings", "cuda-core", "nvidia-cuda-nvrtc", "triton", "nvidia-cutlass-dsl-libs-base", "nvidia-cudnn-frontend",
     "nvidia-cudnn-cu13", "flash-attn", "flash-attn-3", "flash-attn-4", "flashinfer-python", "deep-gemm", "quack-kernels",
 )
 

@@ -116,7 +116,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "attention": ("attention.prefill_cpu", "attention.split_cpu", "attention.prefill_sm90", "attention.prefill_mma", "attention.split_mma"),
     "append": ("cache.append_cpu", "cache.append_cuda"),
     "gemm": ("gemm.gemm_cpu", "gemm.skinny_sm90", "gemm.dense_sm90", "gemm.packed_sm90", "gemm.mixed_sm90",
-             "gemm.packed_skinny", "gemm.gemm_mma"),
+             "gemm.packed_skinny", "gemm.gemm_mma", "gemm.dense_sm90_cute"),
     "grouped_gemm": ("gemm.grouped_gemm_cpu", "gemm.grouped_sm90", "gemm.grouped_mixed_sm90", "gemm.grouped_gemm_mma"),
     "paged_attention": ("attention.paged_cpu", "attention.paged_mma"),
     "merge_states": ("attention.merge_states_cpu", "attention.merge_states_cuda"),
@@ -132,9 +132,23 @@ _MODULES: dict[str, tuple[str, ...]] = {
 }
 
 
-def families(op: str, target_kind: str | None = None) -> list[KernelFamily]:
-    """The generated kernels of an op, in registry order. Modules of the other kind are not imported: it is part of a first call."""
+# op -> (module, name) of the family that dispatch's backend "triton" has for it: portable, behind everything that is written for a GPU.
+_TRITON = {"gemm": ("gemm.product_triton", "FAMILY"), "grouped_gemm": ("gemm.product_triton", "GROUPED")}
+OURS = ("generated", "triton")  # backends whose kernels are families of ours
+
+
+def families(op: str, target_kind: str | None = None, backend: str = "generated") -> list[KernelFamily]:
+    """The kernels of an op that a backend of OURS has, in registry order. Modules of the other kind are not imported: it is part of a
+    first call."""
+    if backend == "triton":
+        return _of_triton(op) if target_kind != "cpu" else []
     return [module.FAMILY for module in _modules(op, target_kind)]
+
+
+@cache
+def _of_triton(op: str) -> list[KernelFamily]:
+    module, name = _TRITON.get(op, ("", ""))
+    return [getattr(import_module(f"kernelgen.kernels.{module}"), name)] if module else []
 
 
 @cache
@@ -142,6 +156,11 @@ def _modules(op: str, target_kind: str | None) -> tuple[Any, ...]:
     """A choice asks for them each time, and import_module takes a microsecond for each."""
     modules = (m for m in _MODULES.get(op, ()) if target_kind is None or m.endswith("_cpu") == (target_kind == "cpu"))
     return tuple(import_module(f"kernelgen.kernels.{module}") for module in modules)
+
+
+def family_of(op: str, target_kind: str, name: str) -> KernelFamily | None:
+    """The kernel of that name, whichever backend it belongs to; None where there is none (a composition, a library's way)."""
+    return next((f for backend in OURS for f in families(op, target_kind, backend) if f.name == name), None)
 
 
 def division_of(decision: Decision) -> Division | None:
@@ -154,4 +173,4 @@ def division_of(decision: Decision) -> Division | None:
 
 
 def all_families() -> list[KernelFamily]:
-    return [family for op in _MODULES for family in families(op)]
+    return [family for op in _MODULES for backend in OURS for family in families(op, None, backend)]

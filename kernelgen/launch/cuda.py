@@ -85,11 +85,14 @@ class CudaKernel:
         programmatic: bool = False,
         carveout: int | None = None,
         tensor_maps: Sequence[TensorMapRecipe] = (),
+        arguments: Sequence[int] = (),
+        params_bytes: int | None = None,
     ) -> Callable[[bytes], None]:
         """Freeze a launch on ``device``. Returns ``launch(params)`` for torch's current stream of that device.
 
         ``shared_memory``: dynamic, in bytes. ``carveout``: percent of an SM's memory that are shared memory rather than L1 (default: what
-        the driver finds enough). Kernels that run beside each other (``programmatic``) need the same. An empty grid launches nothing.
+        the driver finds enough). Kernels that run beside each other (``programmatic``) need the same. ``arguments``: where each one lies in
+        the packed bytes, ``params_bytes`` of them, for a kernel that takes them one by one. An empty grid launches nothing.
         Raises LaunchError.
         """
         if 0 in grid:
@@ -97,7 +100,7 @@ class CudaKernel:
         if self.handle == 0:
             from kernelgen.launch.fallback import prepare_with_cuda_core
 
-            return prepare_with_cuda_core(self, device, grid, block, shared_memory, cluster, programmatic, tensor_maps, carveout)
+            return prepare_with_cuda_core(self, device, grid, block, shared_memory, cluster, programmatic, tensor_maps, carveout, arguments)
         module = launcher()
         _allow_shared_memory(self.handle, device, shared_memory)
         if carveout is not None:
@@ -105,8 +108,8 @@ class CudaKernel:
         offsets = dict(self.spec.params.offsets)
         config = LAUNCH_HEADER.pack(
             self.handle, device, *grid, *block, *cluster, shared_memory, int(programmatic), len(tensor_maps),
-            self.spec.params.size,
-        ) + b"".join(recipe.pack(offsets) for recipe in tensor_maps)
+            self.spec.params.size if params_bytes is None else params_bytes,
+        ) + b"".join(recipe.pack(offsets) for recipe in tensor_maps) + struct.pack(f"<{len(arguments)}I", *arguments)
         run, stream_of = module.cuda_launch, torch._C._cuda_getCurrentRawStream
 
         def launch(params: bytes) -> None:

@@ -42,6 +42,7 @@ def load_with_cuda_core(image: bytes, entry: str) -> Any:
 def prepare_with_cuda_core(
     kernel: CudaKernel, device: int, grid: tuple[int, int, int], block: tuple[int, int, int], shared_memory: int,
     cluster: tuple[int, int, int], programmatic: bool, tensor_maps: Sequence[TensorMapRecipe], carveout: int | None = None,
+    offsets_of_arguments: Sequence[int] = (),
 ) -> Callable[[bytes], None]:
     """As CudaKernel.prepare, by the driver bindings."""
     from cuda.bindings import driver
@@ -74,7 +75,8 @@ def prepare_with_cuda_core(
         for recipe in tensor_maps:
             packed[offsets[recipe.field]:offsets[recipe.field] + _MAP_BYTES] = _encode(driver, recipe, packed, offsets)
         buffer = (ctypes.c_char * len(packed)).from_buffer(packed)
-        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+        starts = offsets_of_arguments or (0,)
+        arguments = (ctypes.c_void_p * len(starts))(*(ctypes.addressof(buffer) + start for start in starts))
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = block

@@ -17,10 +17,22 @@ import kernelgen
 from kernelgen import build
 from kernelgen import reference as ref
 from kernelgen.dispatch import select
+from kernelgen.errors import ToolchainMissing
 from kernelgen.kernels.attention import prefill_sm90
 from kernelgen.kernels.attention.prefill_sm90_configs import Config as Prefill
-from kernelgen.kernels.gemm import dense_sm90, grouped_mixed_sm90, grouped_sm90, mixed_sm90, packed_skinny, packed_sm90, skinny_sm90
+from kernelgen.kernels.gemm import (
+    dense_sm90,
+    dense_sm90_cute,
+    grouped_mixed_sm90,
+    grouped_sm90,
+    mixed_sm90,
+    packed_skinny,
+    packed_sm90,
+    product_triton,
+    skinny_sm90,
+)
 from kernelgen.kernels.gemm.dense_sm90 import Config
+from kernelgen.kernels.gemm.dense_sm90_cute import Config as Cute
 from kernelgen.kernels.gemm.mixed_sm90 import Config as Mixed
 from kernelgen.kernels.gemm.skinny_sm90 import Config as Skinny
 from kernelgen.kernels.moe import layer as moe_layer
@@ -35,6 +47,7 @@ from kernelgen.testing.mma_products import Product, run_product
 from kernelgen.testing.moe_layer import check_added, layer, pack_experts, quantize_experts
 from kernelgen.testing.moe_small import bound, check_small
 from kernelgen.testing.tolerance import assert_attention_close, assert_bits_equal
+from kernelgen.toolchains import toolchain
 
 # name -> (family, product, config): odd sizes, more than one tile in each direction, K with a tail.
 PRODUCTS: dict[str, tuple[Any, Product, Any]] = {
@@ -142,7 +155,28 @@ def _prefill(config: Prefill, dims: tuple[int, int], q_lens: tuple[int, ...], k_
     assert_bits_equal(outs[1].cpu(), outs[0].cpu(), what=f"{spec.name}, second run")
 
 
+# Of toolchains that are not always there.
+_PYTHON: dict[str, tuple[str, Callable[[], None]]] = {
+    "cute-turns": ("cutedsl", partial(_product, dense_sm90_cute, Product(300, 520, 200, "bf16", bias="bf16"),
+                                      Cute(2, 2, 128, 5, cluster_m=2, pingpong=True))),
+    "cute-gate": ("cutedsl", partial(_product, dense_sm90_cute, Product(130, 528, 400, "bf16", activation="swiglu", c="fp32", beta=0.5),
+                                     Cute(1, 2, 256, 4, cluster_n=2))),
+    "triton-product": ("triton", partial(_product, product_triton, Product(70, 40, 100, "fp32", bias="fp32", activation="gelu"), None)),
+    "triton-groups": ("triton", lambda: run_grouped(Grouped("rows", (70, 0, 5, 33), Product(0, 40, 100, "fp64", out="fp64")),
+                                                    product_triton.GROUPED, target_of("cuda"), build.kernel, None, "cuda")),
+}
+
+
+def _there(name: str) -> bool:
+    try:
+        toolchain(name).identity()
+    except ToolchainMissing:
+        return False
+    return True
+
+
 CASES: dict[str, Callable[[], None]] = {
+    **{name: case for name, (needed, case) in _PYTHON.items() if _there(needed)},
     **{name: partial(_product, *case) for name, case in PRODUCTS.items()},
     **{name: partial(_grouped, *case) for name, case in _GROUPED.items()},
     **{name: partial(_prefill, *case) for name, case in PREFILL.items()},

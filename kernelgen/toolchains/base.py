@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 
 from kernelgen.cache.keys import Request, ToolchainId
@@ -46,13 +47,21 @@ class Toolchain(ABC):
 _FIRST_ERROR = re.compile(r"^.*(?:\berror\b|undefined reference|cannot find|No such file).*$", re.MULTILINE | re.IGNORECASE)
 
 
-def compile_error(
-    *, what: str, command: list[str] | str, output: str, source: Source, folder: Path, status: str, hint: str = ""
-) -> CompileError:
-    """A CompileError that shows the first real error with rendered and template lines, the command and the log."""
-    text = explain_lines(source, output).strip()
+def _first_error(text: str) -> str:
     first = _FIRST_ERROR.search(text)
-    headline = first.group().strip() if first else (text.splitlines()[-1] if text else "the compiler printed nothing")
+    return first.group().strip() if first else text.splitlines()[-1]
+
+
+def compile_error(
+    *, what: str, command: list[str] | str, output: str, source: Source, folder: Path, status: str, hint: str = "",
+    summary: Callable[[str], str] | None = None,
+) -> CompileError:
+    """A CompileError that shows the first real error with rendered and template lines, the command and the log.
+
+    ``summary``: makes its first line of the compiler's text, for compilers that say it elsewhere than in the first line with an error.
+    """
+    text = explain_lines(source, output).strip()
+    headline = (summary or _first_error)(text) if text else "the compiler printed nothing"
     shown = command if isinstance(command, str) else shlex.join(command)
     parts = [f"{what}: {headline}", f"  status:  {status}", f"  command: {shown}", f"  source:  {folder / source.file_name}"]
     if hint:

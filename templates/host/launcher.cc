@@ -58,6 +58,7 @@ static_assert(sizeof(TensorMapRecipe) == 144, "TensorMapRecipe: keep in step wit
 
 // Largest kernel parameter block before CUDA 12.1's extension to 32 KB; every Params here is far below it.
 constexpr size_t kMaxParamBytes = 4096;
+constexpr size_t kMaxArguments = 64;
 
 int64_t CudaLoad(const Bytes& image, const tvm::ffi::String& entry) {
   const Driver& driver = Driver::Get();
@@ -102,8 +103,10 @@ void CudaLaunch(const Bytes& config, const Bytes& params, int64_t stream) {
   LaunchHeader header;
   if (config.size() < sizeof(header)) TVM_FFI_THROW(LaunchError) << "launch config of " << config.size() << " bytes";
   std::memcpy(&header, config.data(), sizeof(header));
-  if (params.size() != header.params_bytes || params.size() > kMaxParamBytes ||
-      config.size() != sizeof(header) + header.num_tensor_maps * sizeof(TensorMapRecipe))
+  // Behind the recipes: where each argument begins, of a kernel that takes them one by one; nothing where it takes one struct.
+  const size_t maps_end = sizeof(header) + header.num_tensor_maps * sizeof(TensorMapRecipe);
+  const size_t num_arguments = config.size() < maps_end ? kMaxArguments + 1 : (config.size() - maps_end) / sizeof(uint32_t);
+  if (params.size() != header.params_bytes || params.size() > kMaxParamBytes || num_arguments > kMaxArguments)
     TVM_FFI_THROW(LaunchError) << "got " << params.size() << " bytes of parameters, expected " << header.params_bytes;
 
   alignas(64) char packed[kMaxParamBytes];
@@ -134,7 +137,13 @@ void CudaLaunch(const Bytes& config, const Bytes& params, int64_t stream) {
   }
   LaunchConfig launch{header.grid[0], header.grid[1], header.grid[2], header.block[0], header.block[1], header.block[2],
                       header.shared_memory, reinterpret_cast<CUstream>(stream), attributes, count};
-  void* arguments[] = {packed};
+  void* arguments[kMaxArguments];
+  arguments[0] = packed;
+  for (size_t i = 0; i < num_arguments; ++i) {
+    uint32_t offset;
+    std::memcpy(&offset, config.data() + maps_end + i * sizeof(offset), sizeof(offset));
+    arguments[i] = packed + offset;
+  }
   // The stream's own context is used, unless it is the null stream, which belongs to whatever context is current.
   ContextGuard guard(driver, header.device, stream == 0);
   int code = driver.LaunchKernelEx(&launch, reinterpret_cast<CUfunction>(header.kernel), arguments, nullptr);

@@ -15,7 +15,7 @@ from kernelgen import settings
 from kernelgen.dispatch import rules, select
 from kernelgen.dispatch.backends import backends
 from kernelgen.dispatch.backends.base import Backend, Properties
-from kernelgen.errors import BackendError, NoBackendError
+from kernelgen.errors import BackendError, CompileError, NoBackendError
 from kernelgen.verdicts import yes
 
 _A, _B = torch.randn(5, 32), torch.randn(32, 48)
@@ -237,3 +237,25 @@ def test_a_decode_hides_nothing_and_the_oracle_is_no_rival(leaky: None) -> None:
     assert with_gradient.chosen is not None and with_gradient.chosen.properties.backward
     several = torch.randn(1, 6, 2, 16, requires_grad=True)
     assert "may let a NaN" in kernelgen.explain("attention", several, several, several, causal=True).chosen.note  # type: ignore[union-attr]
+
+
+def test_a_kernel_in_python_that_its_compiler_refuses(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """One of ours: under "auto" it is set aside as a library is; asked for by name, its own error is what the caller gets."""
+    generated = backends()["generated"]
+
+    def refuse(*call: Any) -> Any:
+        raise CompileError("gemm_cpu does not trace [templates/gemm/x.py.jinja:3]")
+
+    monkeypatch.setattr(generated, "prepare", refuse)
+    with pytest.raises(CompileError):  # a kernel in C++ is no such: its error is a fault to be seen
+        kernelgen.gemm(_A, _B)
+    monkeypatch.setattr(generated, "traced", lambda *call: True)
+    with pytest.raises(CompileError, match="does not trace"):
+        kernelgen.gemm(_A, _B, backend="generated")
+    with caplog.at_level(logging.WARNING, "kernelgen"):
+        torch.testing.assert_close(kernelgen.gemm(_A, _B), _A @ _B)
+    assert "is set aside for it" in caplog.text and "x.py.jinja:3" in caplog.text
+    reasons = [c.verdict.reason for c in kernelgen.explain("gemm", _A, _B).candidates if c.kernel == "gemm/gemm_cpu"]
+    assert reasons == ["set aside: it failed at its first use: CompileError: gemm_cpu does not trace [templates/gemm/x.py.jinja:3]"]
+    select.forget()
+    kernelgen.ops.memo.forget_calls()

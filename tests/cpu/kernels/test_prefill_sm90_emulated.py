@@ -190,16 +190,20 @@ def infinite_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 
 
 # Natural logits by tile of 32 keys from the left, which are walked from the right: 2^17 and 2^86 times the weights of the first tile, then
-# more than 2^128 times those before, less, and more again.
-STEPS = (251.0, 640.0, 250.0, 60.0, 12.0, 0.0)
+# more than 2^128 times those before, less, and more again. The small steps end beyond fp16 where the reference does not move.
+STEPS, SMALL_STEPS = (251.0, 640.0, 250.0, 60.0, 12.0, 0.0), (40.0, 30.0, 12.0, 0.0)
 
 
-def growing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def growing(steps: tuple[float, ...]) -> Change:
     """Logits that outgrow those of the first tile, in some rows of each warp and not in others."""
-    rows = torch.arange(q.shape[1])
-    q[..., 0] = torch.tensor([8.0, 0.0, -8.0, 1.0])[rows % 4, None].expand(-1, q.shape[2])
-    tiles = torch.arange(k.shape[1]) // 32
-    k[..., 0] = torch.tensor(STEPS)[tiles, None].expand(-1, k.shape[2]) + 0.25 * k[..., 0]
+
+    def change(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        rows = torch.arange(q.shape[1])
+        q[..., 0] = torch.tensor([8.0, 0.0, -8.0, 1.0])[rows % 4, None].expand(-1, q.shape[2])
+        tiles = torch.arange(k.shape[1]) // 32
+        k[..., 0] = torch.tensor(steps)[tiles, None].expand(-1, k.shape[2]) + 0.25 * k[..., 0]
+
+    return change
 
 
 CHANGES: dict[str, tuple[Case, Change]] = {
@@ -207,9 +211,9 @@ CHANGES: dict[str, tuple[Case, Change]] = {
     "inf": (CAUSAL, nonfinite(INF)),
     "all": (STAGES, nonfinite(NAN, INF, -INF)),
     "infinite keys": (CAUSAL, infinite_keys),
-    "growing": (CAUSAL, growing),
-    "growing, rows without keys": (replace(CAUSAL, q_lens=(200,), k_lens=(170,)), growing),
-    "growing fp16": (replace(STAGES, kv_lens=(120, 100, 120)), growing),
+    "growing": (CAUSAL, growing(STEPS)),
+    "growing, rows without keys": (replace(CAUSAL, q_lens=(200,), k_lens=(170,)), growing(STEPS)),
+    "growing fp16": (replace(STAGES, kv_lens=(120, 100, 120)), growing(SMALL_STEPS)),
 }
 
 

@@ -1,0 +1,1 @@
+"""Scripts that compile in processes of their own. None is imported by kernelgen: importing one would run it."""
