@@ -25,7 +25,7 @@ from kernelgen.problems.attention import AttentionProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target, target_of
 from kernelgen.tensors import AttentionTensors
-from kernelgen.verdicts import Verdict, first_no
+from kernelgen.verdicts import Verdict, first_no, no
 
 # struct PrefillSm90Params of sm90_params.cuh.
 _POINTERS = ("q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "kv_lens", "counter")
@@ -81,9 +81,10 @@ def _registers(problem: AttentionProblem, config: Config) -> int:
 def legal(problem: AttentionProblem, target: Target, config: Config) -> Verdict:
     """Does the config fit the problem and the target: registers, shared memory, what a box holds?"""
     c = config
+    if not (1 <= c.consumers <= 3 and 1 <= c.resident <= 3):
+        return no(f"{c.consumers} consumers, {c.resident} blocks of an SM: 1 to 3")
     shared, registers = shared_memory(problem, c), _registers(problem, c)
     return first_no(
-        (1 <= c.consumers <= 3 and 1 <= c.resident <= 3, f"{c.consumers} consumers, {c.resident} blocks of an SM: 1 to 3"),
         (c.block_k % 16 == 0 and 16 <= c.block_k <= 256, f"block_k {c.block_k} is not a multiple of 16 up to 256"),
         (c.stages >= 2 and c.query_stages in (1, 2), f"{c.stages} stages, at least 2; {c.query_stages} of queries, 1 or 2"),
         (registers <= c.registers, f"config {c} needs about {registers} registers, a consumer has {c.registers}"),

@@ -3,9 +3,9 @@
 The table beside this file holds registers, spills and shared memory. After a change that moves them on purpose:
 ``python tests/cpu/kernels/test_prefill_sm90_compile.py`` writes it anew.
 
-Spills. Three consumers have 160 registers each, D = 256 fills 240: what is live across a row tile, and not used by its keys, lies in local
-memory there, outside of the loop over key tiles (test_the_loop_over_key_tiles). Given masks and alibi take registers for scores one by
-one; with them some configs of the table spill within the loop as well. Nothing else may spill.
+Spills. Three consumers have 160 registers each; D = 256, and D = 192 beside 112 keys, fill 240: what is live across a row tile, and not used
+by its keys, lies in local memory there, outside of the loop over key tiles (test_the_loop_over_key_tiles). Given masks and alibi take
+registers for scores one by one; with them some configs of the table spill within the loop as well. Nothing else may spill.
 """
 
 from __future__ import annotations
@@ -45,8 +45,12 @@ def _spec(problem: AttentionProblem, config: Config | None = None) -> KernelSpec
 
 
 def tuned_specs() -> list[KernelSpec]:
-    """The first choice of every row of the table."""
-    return [_spec(replace(BASE, head_dim=row.head_dim, head_dim_v=row.head_dim, causal=row.masked), row.configs[0]) for row in ROWS]
+    """The first choice of every row of the table that is legal for its largest head dim."""
+    specs = []
+    for row in ROWS:
+        problem = replace(BASE, head_dim=row.head_dim, head_dim_v=row.head_dim, causal=row.masked)
+        specs.append(_spec(problem, next(c for c in row.configs if prefill_sm90.legal(problem, H200, c))))
+    return specs
 
 
 def every_spec() -> list[KernelSpec]:
@@ -65,7 +69,7 @@ def test_resources() -> None:
 def test_what_spills() -> None:
     """See the module's docstring: by its table, to which test_resources holds the kernels."""
     for name, row in json.loads(TABLE.read_text())["sm_90a"].items():
-        crowded = "_192x" in name or "_d256_" in name
+        crowded = "_192x" in name or "_d256_" in name or "_128x112" in name
         assert row["spill_bytes"] <= (600 if RARE.search(name) else 300 if crowded else 0), (name, row)
 
 

@@ -37,6 +37,7 @@ struct RowTileReader {
   __device__ bool next(typename Rows::Work& work) {
     uint32_t first[4] = {}, second[4] = {};
     slots.wait_full(at);
+    __syncwarp();  // no lane waits any more when one gives the slot back: its next phase could end unseen
     // By the lane that gives the slot back: racecheck does not see that __syncwarp orders the others' reads.
     if (lane_id() == 0) {
       load_chunk(first, slots.slot(at.stage));
@@ -78,6 +79,7 @@ struct RowTileDealer {
     const bool found = Shape::kRagged ? find_ragged(p, work) : find_dense(p, work);
     if (!found) work.first_query = -1;
     slots.wait_empty(at);
+    __syncwarp();
     if (lane_id() == 0) {
       const uint32_t first[4] = {static_cast<uint32_t>(work.first_query), static_cast<uint32_t>(work.head_), static_cast<uint32_t>(work.request), 0};
       const uint32_t second[4] = {static_cast<uint32_t>(work.seq_q), static_cast<uint32_t>(work.seq_k), static_cast<uint32_t>(work.q_start),

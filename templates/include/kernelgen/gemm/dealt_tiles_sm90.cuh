@@ -54,6 +54,7 @@ struct DealtTiles {
   __device__ bool find(const DenseSm90Params& p, OutputTile& tile) {
     int m = 0, n = 0, row_end = 0, group = 0;
     slots.wait_full(at);
+    __syncwarp();  // no lane waits any more when one gives the slot back: its next phase could end unseen
     // By the lane that gives the slot back: compute-sanitizer's racecheck does not see that __syncwarp orders the others' reads.
     if (lane_id() == 0) {
       asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -94,6 +95,7 @@ struct TileDealer {
 
   __device__ void hand_out(int m, int n, int row_end, int group) {
     slots.wait_empty(at);
+    __syncwarp();
     if (lane_id() == 0) {
       asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(slots.slot(at.stage)), "r"(m), "r"(n), "r"(row_end), "r"(group)
                    : "memory");
