@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kernelgen.dispatch.decision import Candidate
+from kernelgen.dispatch.rules import rule_of
 from kernelgen.dispatch.timings import SHIPPED, Machine, Measurement, Timings, TimingsError, gpu_name
 from kernelgen.errors import CacheError
 from kernelgen.kernels.base import families
@@ -86,21 +87,27 @@ def times(problem: Any, target: Target, live: bool) -> tuple[dict[tuple[str, str
         found = table.problems.get(name)
         if not found:
             continue
-        if (live and (stale := _stale(found))) or (stale := _outgrown(table, problem, target)):
+        if (live and (stale := _stale(found))) or (stale := _outgrown(table, found, problem, target)):
             return {}, stale
         return {(m.backend, m.kernel): m for m in found if m.us is not None}, table.source
     return {}, ""
 
 
-def _outgrown(table: Timings, problem: Any, target: Target) -> str:
-    """Is there a kernel of ours that was not there when the table that ships was measured, and that runs the problem? The times would keep
-    it out. (A file of this machine's own has the release in its name.)
+def _outgrown(table: Timings, found: Sequence[Measurement], problem: Any, target: Target) -> str:
+    """Is there a kernel of ours that was not there when the table that ships was measured, that runs the problem, and that rules put before
+    those that were? The times would keep it out. (A file of this machine's own has the release in its name.)
     """
     if table.shipped:
+        known = max((_score(m.kernel, problem, target) for m in found if m.backend == "generated"), default=0.0)
         for family in families(problem.op, target.kind):
-            if family.name not in table.kernels and family.supports(problem, target):
+            if family.name not in table.kernels and family.supports(problem, target) and _score(family.name, problem, target) >= known:
                 return f"measured before {family.name} was there: measure anew with kernelgen tune"
     return ""
+
+
+def _score(kernel: str, problem: Any, target: Target) -> float:
+    rule = rule_of("generated", kernel, problem, target)
+    return rule.score if rule else 0.0
 
 
 @cache

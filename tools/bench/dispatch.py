@@ -220,9 +220,12 @@ def table(rows: list[dict[str, Any]], target: Target, model: cost.Machine | None
 
 
 def _newer_kernels(row: dict[str, Any], problem: Any, target: Target) -> set[str]:
-    """Kernels of ours that run the problem and were not there when it was measured: its times say nothing of them."""
-    own = {c.kernel for c in select.candidates_of(problem, target, live=False) if c.backend == "generated" and c.verdict}
-    return own - {m["kernel"] for m in row["measurements"]}
+    """Kernels of ours that run the problem, that were not there when it was measured, and that rules put before those that were: its times
+    would keep them out."""
+    scores = {c.kernel: c.score for c in select.candidates_of(problem, target, live=False) if c.backend == "generated" and c.verdict}
+    there = {m["kernel"] for m in row["measurements"]}
+    known = max((score for kernel, score in scores.items() if kernel in there), default=0.0)
+    return {kernel for kernel, score in scores.items() if kernel not in there and score >= known}
 
 
 def write_defaults(rows: list[dict[str, Any]], folder: Path, target: Target, here: Machine) -> cost.Machine:

@@ -3,8 +3,8 @@
 The table beside this file holds registers, spills and shared memory. After a change that moves them on purpose:
 ``python tests/cpu/kernels/test_prefill_sm90_compile.py`` writes it anew.
 
-Spills. Three consumers have 160 registers each; D = 256, and D = 192 beside 112 keys, fill 240: what is live across a row tile, and not used
-by its keys, lies in local memory there, outside of the loop over key tiles (test_the_loop_over_key_tiles). Given masks and alibi take
+Spills. Three consumers have 160 registers each; D = 256, and D = 192 beside 112 keys, fill 240: what is live across a row tile, and not
+used by its keys, lies in local memory there, outside of the loop over key tiles (test_the_loop_over_key_tiles). Given masks and alibi take
 registers for scores one by one; with them some configs of the table spill within the loop as well. Nothing else may spill.
 """
 
