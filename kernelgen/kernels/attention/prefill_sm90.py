@@ -44,6 +44,7 @@ ENTRY = "attention_prefill_sm90"
 
 _BOX = 64  # columns of a box: 128 bytes
 _L2_BYTES = 32 << 20  # of keys and values that the tiles under way share
+_MAX_TILES = 2**31 - 1 - 2**16  # they and the blocks of a launch are counted in int32
 _OTHER_REGISTERS = 32  # of a consumer's thread, beside scores, weights and output
 _SYSTEM_BYTES = 1024  # of shared memory that each block leaves to the system
 
@@ -87,6 +88,8 @@ def legal(problem: AttentionProblem, target: Target, config: Config) -> Verdict:
     return first_no(
         (c.block_k % 16 == 0 and 16 <= c.block_k <= 256, f"block_k {c.block_k} is not a multiple of 16 up to 256"),
         (c.stages >= 2 and c.query_stages in (1, 2), f"{c.stages} stages, at least 2; {c.query_stages} of queries, 1 or 2"),
+        (_tiles(problem, c)[1] <= _MAX_TILES,
+         f"{_tiles(problem, c)[1]} row tiles of {problem.num_q_heads} heads, at most {_MAX_TILES}"),
         (registers <= c.registers, f"config {c} needs about {registers} registers, a consumer has {c.registers}"),
         (c.resident * (shared + _SYSTEM_BYTES) <= target.shared_memory_per_block + _SYSTEM_BYTES,
          f"config {c} needs {shared} bytes of shared memory, {c.resident} times; {target} has {target.shared_memory_per_block}"),

@@ -190,5 +190,11 @@ def test_illegal_configs_say_why(config: Config, words: str) -> None:
     assert not verdict and words in verdict.reason, verdict
 
 
+def test_more_tiles_than_int32_counts() -> None:
+    problem = replace(BASE, batch=70_000, num_q_heads=70_000, num_kv_heads=70_000)
+    assert "row tiles" in prefill_sm90.legal(problem, H200, Config(2, 128)).reason
+    assert not list(prefill_sm90.candidates(problem, H200))
+
+
 if __name__ == "__main__":
     TABLE.write_text(json.dumps({"sm_90a": measured(every_spec())}, indent=1) + "\n")
