@@ -18,6 +18,7 @@ from kernelgen.reference.masks import pack_mask
 from kernelgen.reference.plain import attention_plain, attention_varlen_plain
 from kernelgen.targets import target_of
 from kernelgen.tensors import AttentionTensors
+from kernelgen.testing.attention_calls import compare_call, compare_nonfinite
 from kernelgen.testing.data import (
     FP8_DTYPES,
     cu_seqlens,
@@ -46,24 +47,8 @@ def inputs(b: int, sq: int, sk: int, hq: int, hkv: int, d: int, dv: int | None =
 
 
 def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, seed: int, what: str, **kwargs: Any) -> None:
-    """Run dense or ragged attention twice into poisoned outputs; compare with the reference and with itself."""
-    ragged = q.dim() == 3
-    ours, theirs = (kernelgen.attention_varlen, ref.attention_varlen) if ragged else (kernelgen.attention, ref.attention)
     lengths = [kwargs.pop(name) for name in ("cu_seqlens_q", "cu_seqlens_k") if name in kwargs]
-    lse_shape = q.shape[:2] if ragged else (q.shape[0], q.shape[2], q.shape[1])
-    results = []
-    for _ in range(2):
-        out = poisoned_empty((*q.shape[:-1], v.shape[-1]), q.dtype, CUDA)
-        lse = poisoned_empty(lse_shape, torch.float32, CUDA)
-        ours(q, k, v, *lengths, out=out, lse=lse, return_lse=True, backend="generated", **kwargs)
-        results.append((out, lse))
-    (out, lse), (again, lse_again) = results
-    assert_bits_equal(again, out, what=f"{what}, second run")
-    assert_bits_equal(lse_again, lse, what=f"{what}, second run's lse")
-    exact, exact_lse = theirs(q, k, v, *lengths, return_lse=True, **kwargs)
-    plain, plain_lse = theirs(q, k, v, *lengths, return_lse=True, compute_dtype=torch.float32, p_dtype=v.dtype, **kwargs)
-    assert_attention_close(out, exact, plain.to(q.dtype), what=what, seed=seed)
-    assert_lse_close(lse, exact_lse, plain_lse, what=what, seed=seed)
+    compare_call(q, k, v, *lengths, seed=seed, what=what, **kwargs)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -206,16 +191,7 @@ def test_nonfinite_keys_and_values_reach_exactly_the_rows_that_see_them(
     d: int, values: tuple[float, ...], causal: bool, window: tuple[int | None, int | None] | None
 ) -> None:
     seed = seed_of("nonfinite", d, values, causal, window)
-    q, k, v = inputs(1, 190, 250, 4, 2, d, seed=seed)
-    for i, j in enumerate([3, 61, 64, 130, 187, 222, 249]):
-        v[:, j, i % 2, 13 * i % d] = values[i % len(values)]
-    # NaN alone: an infinite key gives infinite logits, whose sign and softmax the reference shares only up to rounding.
-    k[:, 100, 1, 5] = k[:, 240, 1, 7] = NAN
-    out = poisoned_empty(q.shape, BF16, CUDA)
-    kernelgen.attention(q, k, v, causal=causal, window=window, out=out, backend="generated")
-    exact = ref.attention(q, k, v, causal=causal, window=window)
-    plain = ref.attention(q, k, v, causal=causal, window=window, compute_dtype=torch.float32, p_dtype=BF16).to(BF16)
-    assert_attention_close(out, exact, plain, what=f"values {values} causal={causal} window={window}", seed=seed)
+    compare_nonfinite((190, 250), (3, 61, 64, 130, 187, 222, 249), d, values, CUDA, seed=seed, causal=causal, window=window)
 
 
 def every_config() -> list[tuple[int, prefill_mma.Config]]:

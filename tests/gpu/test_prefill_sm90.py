@@ -18,9 +18,10 @@ from kernelgen.problems.attention import AttentionProblem
 from kernelgen.targets import target_of
 from kernelgen.tensors import AttentionTensors
 from kernelgen.testing.adapters import aligned, only
+from kernelgen.testing.attention_calls import compare_call, compare_nonfinite
 from kernelgen.testing.attention_cases import Spec, check, make_problem, specs
 from kernelgen.testing.data import cu_seqlens, poisoned_empty, random_lengths, random_tensors, seed_of
-from kernelgen.testing.tolerance import assert_attention_close, assert_bits_equal, assert_lse_close
+from kernelgen.testing.tolerance import assert_attention_close, assert_bits_equal
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90")
 
@@ -45,23 +46,6 @@ def inputs(b: int, sq: int, sk: int, hq: int, hkv: int, d: int, dv: int | None =
     return random_tensors([(b, sq, hq, d), (b, sk, hkv, d), (b, sk, hkv, dv or d)], dtype, seed=seed, device=CUDA)
 
 
-def compare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *lengths: torch.Tensor, seed: int, what: str, **features: Any) -> None:
-    """Twice into poisoned outputs, against the reference and itself."""
-    ours, theirs = (kernelgen.attention_varlen, ref.attention_varlen) if lengths else (kernelgen.attention, ref.attention)
-    results = []
-    for _ in range(2):
-        out = poisoned_empty((*q.shape[:-1], v.shape[-1]), q.dtype, CUDA)
-        lse = poisoned_empty(q.shape[:2] if lengths else (q.shape[0], q.shape[2], q.shape[1]), torch.float32, CUDA)
-        ours(q, k, v, *lengths, out=out, lse=lse, return_lse=True, backend="generated", **features)
-        results.append((out, lse))
-    for first, second in zip(*results):
-        assert_bits_equal(second, first, what=f"{what}, second run")
-    exact, exact_lse = theirs(q, k, v, *lengths, return_lse=True, **features)
-    plain, plain_lse = theirs(q, k, v, *lengths, return_lse=True, compute_dtype=torch.float32, p_dtype=v.dtype, **features)
-    assert_attention_close(results[0][0], exact, plain.to(q.dtype), what=what, seed=seed)
-    assert_lse_close(results[0][1], exact_lse, plain_lse, what=what, seed=seed)
-
-
 @pytest.mark.parametrize("spec", specs(60, seed=29, axes=AXES), ids=str)
 def test_differential(spec: Spec) -> None:
     for index in range(4):
@@ -73,7 +57,7 @@ def test_differential(spec: Spec) -> None:
                                    (224, 224), (240, 240), (256, 64), (64, 256), (128, 8), (8, 256)])
 def test_head_dims(d: int, dv: int, causal: bool) -> None:
     seed = seed_of("sm90 head dims", d, dv, causal)
-    compare(*inputs(2, 333, 451, 4, 2, d, dv, FP16 if d % 16 else BF16, seed=seed), seed=seed, what=f"d={d}/{dv} causal={causal}",
+    compare_call(*inputs(2, 333, 451, 4, 2, d, dv, FP16 if d % 16 else BF16, seed=seed), seed=seed, what=f"d={d}/{dv} causal={causal}",
             causal=causal)
 
 
@@ -83,7 +67,7 @@ def test_head_dims(d: int, dv: int, causal: bool) -> None:
 def test_lengths(sq: int, sk: int, causal: bool) -> None:
     seed = seed_of("sm90 lengths", sq, sk, causal)
     for d in (64, 128):
-        compare(*inputs(2, sq, sk, 3, 3, d, dtype=FP16, seed=seed), seed=seed, what=f"{sq}x{sk} d={d} causal={causal}", causal=causal)
+        compare_call(*inputs(2, sq, sk, 3, 3, d, dtype=FP16, seed=seed), seed=seed, what=f"{sq}x{sk} d={d} causal={causal}", causal=causal)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -111,15 +95,8 @@ def test_nonfinite_keys_and_values_reach_exactly_the_rows_that_see_them(
     d: int, values: tuple[float, ...], causal: bool, window: tuple[int | None, int | None] | None,
 ) -> None:
     seed = seed_of("sm90 nonfinite", d, values, causal, window)
-    q, k, v = inputs(1, 490, 650, 4, 2, d, seed=seed)
-    for i, j in enumerate([3, 61, 64, 130, 187, 222, 249, 400, 533, 649]):
-        v[:, j, i % 2, 13 * i % d] = values[i % len(values)]
-    k[:, 100, 1, 5] = k[:, 240, 1, 7] = NAN
-    out = poisoned_empty(q.shape, BF16, CUDA)
-    kernelgen.attention(q, k, v, causal=causal, window=window, out=out, backend="generated")
-    exact = ref.attention(q, k, v, causal=causal, window=window)
-    plain = ref.attention(q, k, v, causal=causal, window=window, compute_dtype=torch.float32, p_dtype=BF16).to(BF16)
-    assert_attention_close(out, exact, plain, what=f"values {values} causal={causal} window={window}", seed=seed)
+    places = (3, 61, 64, 130, 187, 222, 249, 400, 533, 649)
+    compare_nonfinite((490, 650), places, d, values, CUDA, seed=seed, causal=causal, window=window)
 
 
 def every_config() -> list[tuple[int, Config]]:

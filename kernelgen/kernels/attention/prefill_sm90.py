@@ -7,9 +7,9 @@ measurements, in docs/design/prefill_sm90.md.
 from __future__ import annotations
 
 import itertools
-import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 from kernelgen.kernels import counters
@@ -28,10 +28,10 @@ from kernelgen.tensors import AttentionTensors
 from kernelgen.verdicts import Verdict, first_no, no
 
 # struct PrefillSm90Params of sm90_params.cuh.
-_POINTERS = ("q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "kv_lens", "counter")
+_CALL = ("q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "kv_lens")
 _RARE = ("sinks", "alibi_slopes", "mask", "mask_indptr", "variant_words")
 PARAMS = ParamStruct((
-    *((name, "ptr") for name in _POINTERS + _RARE),
+    *((name, "ptr") for name in (*_CALL, "counter", *_RARE)),
     *((name, "i64") for name in (
         "out_batch", "out_row", "out_head", "lse_batch", "lse_row", "lse_head", "alibi_batch", "alibi_head",
         "mask_batch", "mask_row", "mask_head", "mask_key")),
@@ -174,23 +174,15 @@ def bind(problem: AttentionProblem, config: Config, kernel: Any, tensors: Attent
     launch = kernel.prepare(device, grid=(blocks, 1, 1), block=(c.threads, 1, 1), programmatic=True, shared_memory=shared_memory(p, c),
                             tensor_maps=maps)
     tail, blank = PARAMS.pack_scalars(scalars_of(p, c, t)), bytes(128 * len(PARAMS.tensor_maps))
-    pack = struct.Struct(f"<{len(_POINTERS) + len(_RARE)}Q").pack
-    with_lse, ragged, with_lens = p.return_lse, p.layout == "ragged", p.kv_lens
-    rare = bool(p.alibi or p.sinks or p.mask or p.variant)
+    pack = PARAMS.pointer_packer.pack
+    call, rare = attrgetter(*_CALL), attrgetter(*_RARE) if p.alibi or p.sinks or p.mask or p.variant else None
     if t.q.device.type == "cuda":
         counters.provide(device)
     none = (0,) * len(_RARE)
 
     def run(t: AttentionTensors) -> None:
         counter, memory = counters.counter(device)
-        launch(blank + pack(
-            t.q.data_ptr(), t.k.data_ptr(), t.v.data_ptr(), t.out.data_ptr(),
-            t.lse.data_ptr() if with_lse else 0,  # type: ignore[union-attr]
-            t.cu_seqlens_q.data_ptr() if ragged else 0,  # type: ignore[union-attr]
-            t.cu_seqlens_k.data_ptr() if ragged else 0,  # type: ignore[union-attr]
-            t.kv_lens.data_ptr() if with_lens else 0,  # type: ignore[union-attr]
-            counter, *((address(getattr(t, name)) for name in _RARE) if rare else none),
-        ) + tail)
+        launch(blank + pack(*map(address, call(t)), counter, *(map(address, rare(t)) if rare else none)) + tail)
         del memory
 
     return run
