@@ -1,0 +1,65 @@
+"""What a multiplying warpgroup does with a tile: its operands as a WGMMA reads them, the main loop, and the way of its sums out.
+
+Sums go through slabs of 64 rows x 128 bytes of shared memory, of which a warpgroup has its own, so that no barrier joins warpgroups.
+"""
+
+import cutlass
+from cutlass import Float32, cute
+from cutlass.cute.nvgpu import warpgroup
+from kernelgen_cute import layouts, pipelines
+
+
+def operands(dtype, columns, rows, mine, in_b):
+    """(product that begins sums, that adds to them, its rows of a, columns of b, sums) of one warpgroup, whose rows of a are ``mine``."""
+    zeroing, adding = layouts.product(dtype, columns), layouts.product(dtype, columns)
+    zeroing.set(warpgroup.Field.ACCUMULATE, False)
+    adding.set(warpgroup.Field.ACCUMULATE, True)
+    own = zeroing.get_slice(0)
+    rows_of_a, rows_of_b = zeroing.make_fragment_A(own.partition_A(mine)), zeroing.make_fragment_B(own.partition_B(in_b))
+    return zeroing, adding, rows_of_a, rows_of_b, cute.make_rmem_tensor(zeroing.partition_shape_C((rows, columns)), Float32)
+
+
+@cute.jit
+def accumulate(
+    barriers: cute.Pointer, stage: cutlass.Int32, phase: cutlass.Int32, steps: cutlass.Int32, zeroing: cute.TiledMma,
+    adding: cute.TiledMma, sums: cute.Tensor, rows_of_a: cute.Tensor, rows_of_b: cute.Tensor, stages: cutlass.Constexpr,
+    blocks: cutlass.Constexpr, written: cutlass.Constexpr = False,
+):
+    """sums = a tile's product, of which the last step's is still in flight: (position behind it, its stage, not yet released).
+    ``written``: by other than the copy engine, in part."""
+    wait(barriers, stage, phase, written)
+    warpgroup.fence()
+    for k in cutlass.range_constexpr(cute.size(rows_of_a, mode=[2])):
+        cute.gemm(zeroing if k == 0 else adding, sums, rows_of_a[None, None, k, stage], rows_of_b[None, None, k, stage], sums)
+    warpgroup.commit_group()
+    before = stage
+    stage, phase = pipelines.advance(stage, phase, stages)
+    for _ in cutlass.range(steps - 1, unroll=1):
+        wait(barriers, stage, phase, written)
+        warpgroup.fence()
+        for k in cutlass.range_constexpr(cute.size(rows_of_a, mode=[2])):
+            cute.gemm(adding, sums, rows_of_a[None, None, k, stage], rows_of_b[None, None, k, stage], sums)
+        warpgroup.commit_group()
+        warpgroup.wait_group(1)
+        pipelines.release(barriers, before, stages, blocks)
+        before = stage
+        stage, phase = pipelines.advance(stage, phase, stages)
+    return stage, phase, before
+
+
+def wait(barriers, stage, phase, written):
+    pipelines.wait(barriers, stage, phase)
+    if written:  # into shared memory by threads: the tensor core reads it as the copy engine does
+        cute.arch.fence_proxy("async.shared", space="cta")
+
+
+@cute.jit
+def fill(to_slab: cute.TiledCopy, results: cute.Tensor, slab: cute.Tensor, barrier: cutlass.Int32, slabs: cutlass.Constexpr):
+    """Results of 64 rows into a slab, by all of its warpgroup, each of whose threads may read it then."""
+    leads = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0
+    if leads:  # its last content must have left
+        cute.arch.cp_async_bulk_wait_group(slabs - 1, read=True)
+    cute.arch.barrier(barrier_id=barrier, number_of_threads=layouts.WARPGROUP)
+    cute.copy(to_slab, results, slab)
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.barrier(barrier_id=barrier, number_of_threads=layouts.WARPGROUP)
