@@ -63,3 +63,46 @@ def fill(to_slab: cute.TiledCopy, results: cute.Tensor, slab: cute.Tensor, barri
     cute.copy(to_slab, results, slab)
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.barrier(barrier_id=barrier, number_of_threads=layouts.WARPGROUP)
+
+
+def _by_chunks(dtype):
+    """16 bytes a thread, 16 rows of a slab at a time."""
+    columns = 128 // dtype.width
+    return cute.make_tiled_copy_tv(cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=128),
+                                   cute.make_layout((16, 8), stride=(8, 1)), cute.make_layout((1, columns)))
+
+
+@cute.jit
+def store_rows(slab: cute.Tensor, out: cute.Tensor, rows: cutlass.Int32, columns: cutlass.Int32):
+    """The first rows and columns of a slab, where the copy engine would write more; by its warpgroup. ``columns`` end at 16 bytes."""
+    thread = cute.arch.thread_idx()[0] % layouts.WARPGROUP
+    mine = _by_chunks(slab.element_type).get_slice(thread)
+    chunks, to = mine.partition_S(slab), mine.partition_D(out)
+    if thread % 8 * (128 // slab.element_type.width) < columns:
+        for i in cutlass.range_constexpr(layouts.MMA_ROWS // 16):
+            if thread // 8 + 16 * i < rows:
+                chunk = cute.make_rmem_tensor_like(chunks[None, i, 0])
+                cute.autovec_copy(chunks[None, i, 0], chunk)
+                target = to[None, i, 0]
+                cute.autovec_copy(chunk, cute.make_tensor(target.iterator.align(16), target.layout))
+
+
+@cute.jit
+def add_rows(slab: cute.Tensor, out: cute.Tensor, column: cutlass.Int32, targets: cute.Tensor, first: cutlass.Int32, rows: cutlass.Int32):
+    """Those rows of a slab added to rows of out, which ``targets`` names from ``first`` on; by its warpgroup, in whatever order tiles come.
+    (noftz: denormals are kept, as everywhere.)"""
+    dtype = slab.element_type
+    thread = cute.arch.thread_idx()[0] % layouts.WARPGROUP
+    chunks = _by_chunks(dtype).get_slice(thread).partition_S(slab)
+    at = column + thread % 8 * (128 // dtype.width)
+    if at < cute.size(out, mode=[1]):
+        for i in cutlass.range_constexpr(layouts.MMA_ROWS // 16):
+            row = thread // 8 + 16 * i
+            if row < rows:
+                chunk = cute.make_rmem_tensor_like(chunks[None, i, 0])
+                cute.autovec_copy(chunks[None, i, 0], chunk)
+                words = cute.recast_tensor(chunk, cutlass.Uint32)
+                pair = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
+                cute.arch.inline_ptx(
+                    f"red.global.add.noftz.v4.{pair} [{{$r0}}], {{{{$r1}}, {{$r2}}, {{$r3}}, {{$r4}}}};",
+                    read_only_args=[cute.domain_offset((targets[first + row], at), out).iterator, *(words[w] for w in range(4))])
