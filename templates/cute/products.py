@@ -19,6 +19,13 @@ def operands(dtype, columns, rows, mine, in_b):
     return zeroing, adding, rows_of_a, rows_of_b, cute.make_rmem_tensor(zeroing.partition_shape_C((rows, columns)), Float32)
 
 
+def first_rows(product, columns, mine, sums):
+    """Rows of a and sums of the first 64 of several times 64 rows."""
+    tile = (layouts.MMA_ROWS, *(cute.size(mine, mode=[mode]) for mode in (1, 2)))
+    rows_of_a = product.make_fragment_A(product.get_slice(0).partition_A(cute.local_tile(mine, tile, (0, 0, 0))))
+    return rows_of_a, cute.make_tensor(sums.iterator, cute.make_layout(product.partition_shape_C((layouts.MMA_ROWS, columns))))
+
+
 @cute.jit
 def accumulate(
     barriers: cute.Pointer, stage: cutlass.Int32, phase: cutlass.Int32, steps: cutlass.Int32, zeroing: cute.TiledMma,
@@ -53,12 +60,21 @@ def wait(barriers, stage, phase, written):
         cute.arch.fence_proxy("async.shared", space="cta")
 
 
+def younger(piece, pieces, slabs):
+    """Stores that were started behind the one that last read the slab of a tile's piece: its pieces take ``slabs`` slabs in turn, from the
+    first on in each tile. ``pieces``: of a tile, all numbers that there may be."""
+    if piece >= slabs:
+        return slabs - 1
+    return min(piece + (n - 1 - piece) % slabs for n in pieces)
+
+
 @cute.jit
-def fill(to_slab: cute.TiledCopy, results: cute.Tensor, slab: cute.Tensor, barrier: cutlass.Int32, slabs: cutlass.Constexpr):
-    """Results of 64 rows into a slab, by all of its warpgroup, each of whose threads may read it then."""
+def fill(to_slab: cute.TiledCopy, results: cute.Tensor, slab: cute.Tensor, barrier: cutlass.Int32, younger: cutlass.Constexpr):
+    """Results of 64 rows into a slab, by all of its warpgroup, each of whose threads may read it then. ``younger``: stores, than that of
+    its last content, which must have left."""
     leads = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0
-    if leads:  # its last content must have left
-        cute.arch.cp_async_bulk_wait_group(slabs - 1, read=True)
+    if leads:
+        cute.arch.cp_async_bulk_wait_group(younger, read=True)
     cute.arch.barrier(barrier_id=barrier, number_of_threads=layouts.WARPGROUP)
     cute.copy(to_slab, results, slab)
     cute.arch.fence_proxy("async.shared", space="cta")
