@@ -138,6 +138,7 @@ inline void tensor_load(uint64_t target, uint64_t map, std::array<int, N> at, ui
     if (!named) continue;
     shared_at((block + 1) * emulator::kSharedBytes + to.offset, 128, line);
     shared_at((block + 1) * emulator::kSharedBytes + to.offset + kernelgen::emulated_box_bytes(tensor) - 16, 16, line);
+    mark_copied({block, to.offset}, kernelgen::emulated_box_bytes(tensor));
     kernelgen::emulated_load(N, to.offset, tensor, of.offset, blocks == 0 ? of.block : block, all);
   }
   if (blocks != 0 && blocks >> emulator::cluster_blocks != 0) fault(line, "a copy to blocks that the cluster has not", blocks);
@@ -147,6 +148,7 @@ inline void tensor_store(uint64_t map, std::array<int, N> at, uint64_t source, i
   const kernelgen::TensorMap tensor = decoded(map, line);
   const At all = {N > 0 ? at[0] : 0, N > 1 ? at[1 % N] : 0, N > 2 ? at[2 % N] : 0, N > 3 ? at[3 % N] : 0, N > 4 ? at[4 % N] : 0};
   shared_at(source + kernelgen::emulated_box_bytes(tensor) - 16, 16, line);
+  require_fence(place_of(source, line), kernelgen::emulated_box_bytes(tensor), line);
   kernelgen::emulated_store(N, tensor, place_of(source, line).offset, all, put);
 }
 template <size_t N>
@@ -162,6 +164,7 @@ inline void bulk_load(uint64_t target, uint64_t source, uint32_t bytes, uint64_t
     if (!(blocks == 0 ? block == to.block : blocks >> block & 1)) continue;
     shared_at((block + 1) * emulator::kSharedBytes + to.offset, 16, line);
     const int owner = blocks == 0 ? of.block : block;
+    mark_copied({block, to.offset}, bytes);
     auto copy = [=] {
       std::memcpy(emulator::cluster_shared[block] + to.offset, reinterpret_cast<const void*>(source), bytes);
       kernelgen::EmulatedBarrier& b = emulated_barrier(of.offset, emulator::cluster_shared[owner]);
@@ -179,6 +182,7 @@ template <class Put>
 inline void bulk_store(uint64_t target, uint64_t source, uint32_t bytes, int line, Put put) {
   if (bytes % 16 != 0) fault(line, "a bulk copy of no multiple of 16 bytes", bytes);
   const unsigned char* from = shared_at(source, 16, line);
+  require_fence(place_of(source, line), bytes, line);
   unsigned char* to = pointer_at(target, 16, line);
   emulator::current->open_stores.push_back([=] { put(to, from, bytes); });
 }

@@ -49,6 +49,34 @@ inline uint64_t shared_of_generic(uint64_t generic, int line) {
   return block == emulator::current->rank ? offset : (block + 1) * emulator::kSharedBytes + offset;
 }
 
+// Who wrote 16 bytes of shared memory last by an ordinary store, and when: the copy engine and wgmma see that only behind a fence.proxy.async,
+// of the thread that wrote or of the one that makes them read.
+struct Written {
+  uint32_t time, thread;
+};
+inline Written written[emulator::kMaxCluster][emulator::kSharedBytes / 16];
+inline std::vector<uint32_t> fence_times;  // by thread of the cluster
+inline uint32_t now = 0;
+inline uint32_t thread_of_cluster() { return static_cast<uint32_t>(emulator::current->rank * emulator::block_threads + emulator::thread()); }
+inline void forget_writes() {
+  for (int block = 0; block < emulator::cluster_blocks; ++block) std::memset(written[block], 0, sizeof(written[block]));
+  fence_times.assign(emulator::cluster_blocks * emulator::block_threads, 0);
+}
+inline void proxy_fence() { fence_times[thread_of_cluster()] = ++now; }
+inline void mark_written(uint64_t address, size_t bytes, int line) {
+  const Place at = place_of(address, line);
+  for (size_t i = at.offset / 16; i <= (at.offset + bytes - 1) / 16; ++i) written[at.block][i] = {++now, thread_of_cluster()};
+}
+inline void require_fence(const Place& at, size_t bytes, int line) {
+  for (size_t i = at.offset / 16; i <= (at.offset + bytes - 1) / 16; ++i) {
+    const Written& by = written[at.block][i];
+    if (by.time > fence_times[by.thread] && by.time > fence_times[thread_of_cluster()]) {
+      fault(line, "the copy engine or wgmma reads what a thread stored without fence.proxy.async; the thread", by.thread);
+    }
+  }
+}
+inline void mark_copied(const Place& at, size_t bytes) { std::memset(&written[at.block][at.offset / 16], 0, (bytes + 15) / 16 * sizeof(Written)); }
+
 template <class T, class... R>
 inline void load(const unsigned char* from, R&... to) {
   auto one = [&](auto& r) {
@@ -67,6 +95,12 @@ inline void store(unsigned char* to, R... from) {
     to += sizeof(T);
   };
   (one(from), ...);
+}
+
+template <class T, class... R>
+inline void store_shared(uint64_t address, int line, R... from) {
+  store<T>(shared_at(address, sizeof...(R) * sizeof(T), line), from...);
+  mark_written(address, sizeof...(R) * sizeof(T), line);
 }
 
 // Read, change and write in one: fibers do not interrupt each other.
