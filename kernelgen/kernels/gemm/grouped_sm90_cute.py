@@ -29,10 +29,14 @@ from kernelgen.verdicts import Verdict, first_no
 
 _GATES = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
 _FLOOR = -110.0  # at and below it the smooth activations are 0 in float32, at -inf too: kActivationFloor of activations.cuh
+
+
+def _floored(name: str) -> Callable[[Any], Any]:
+    return lambda x: _PLAIN[name](torch.where(x < _FLOOR, _FLOOR, x))
+
+
 _ACTIVATIONS: dict[str | None, Callable[[Any], Any]] = {
-    **_PLAIN, "relu2": lambda x: torch.relu(x) * torch.relu(x),
-    **{name: lambda x, f=_PLAIN[name]: f(torch.where(x < _FLOOR, _FLOOR, x)) for name in ("silu", "gelu", "gelu_tanh")},
-}
+    **_PLAIN, "relu2": lambda x: torch.relu(x) * torch.relu(x), **{name: _floored(name) for name in ("silu", "gelu", "gelu_tanh")}}
 _SMS = 132  # of an H200, where a target does not say
 _GATHERED_ROWS = 128  # of a tile, whose addresses fit into the registers of the warps that bring them
 
