@@ -85,6 +85,7 @@ def supports(problem: Any, target: Target) -> Verdict:
         (not p.gated or p.gate_up != "interleaved", "gate and up columns take turns: dense_sm90_cute takes halves"),
         (not p.requires_grad, "a gradient is asked for, and the kernel has no backward"),
         (p.out_alignment == 16, f"rows of c or out are aligned to {p.out_alignment} bytes, TMA needs 16"),
+        (p.outputs % 8 == 0, f"rows of {p.outputs} results end within 16 bytes, and the copy engine would write them whole"),
     )
 
 
