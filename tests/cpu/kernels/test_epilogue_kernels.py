@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +12,13 @@ import pytest
 import torch
 
 from kernelgen import build
-from kernelgen.kernels.gemm import dense_sm90, gemm_cpu, gemm_mma
+from kernelgen.kernels.gemm import dense_sm90, dense_sm90_cute, gemm_cpu, gemm_mma
 from kernelgen.settings import settings
 from kernelgen.targets import Target, target_of
 from kernelgen.testing.cuda_emulator import EmulatedKernel
 from kernelgen.testing.epilogues import EPILOGUES
 from kernelgen.testing.mma_products import Product, make, problem_of, run_product
+from kernelgen.testing.ptx_emulator import EmulatedCute
 from kernelgen.testing.resources import measured
 
 HOPPER = Target.parse("sm_90a")
@@ -49,6 +51,21 @@ def test_lane_by_lane(name: str, family: str) -> None:
     for index, config in enumerate(configs):
         case = _case(name, index)
         run_product(case, kernels, HOPPER, lambda spec, seed=case.seed: EmulatedKernel(spec, folder, True, seed), config)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None or importlib.util.find_spec("cutlass") is None, reason="needs g++ and CuTe-DSL")
+def test_in_cute_dsl() -> None:
+    """Its compiled kernel, host side included, by the emulator of PTX."""
+    case, folder = Product(70, 272, 72, "bf16", epilogue="residual", batch=2), settings().cache_dir / "emulated_ptx"
+    run_product(case, dense_sm90_cute.FAMILY, HOPPER, lambda spec: EmulatedCute(spec, folder, seed=case.seed),
+                dense_sm90_cute.Config(1, 2, 128, 3))
+
+
+def test_what_cute_dsl_does_not_have() -> None:
+    for name, order, text in (("odd", "gate_first", "'flag' is bool"), ("gate", "up_first", "gate_first")):
+        case = Product(64, 64, 64, "bf16", epilogue=name, gate_up=order)
+        verdict = dense_sm90_cute.FAMILY.supports(problem_of(case, make(case)[0]), HOPPER)
+        assert not verdict and text in verdict.reason
 
 
 def test_for_the_chip() -> None:
