@@ -96,7 +96,7 @@ def test_what_cannot_be_an_epilogue(function: Any, words: str) -> None:
         trace_epilogue(function, {"wide": torch.zeros(3, dtype=torch.float64)} if "float64" in words else {})
     with pytest.raises(VariantError, match="hides a field"):
         trace_epilogue(lambda x, ctx: x, {"row": torch.zeros(3)})
-    with pytest.raises(VariantError, match="has no dimension"):
-        trace_epilogue(lambda x, ctx: x, {"t": torch.tensor(1.0)})
+    with pytest.raises(VariantError, match="one dimension or more"):
+        trace_epilogue(lambda x, ctx: x + ctx.t, {"t": torch.tensor(1.0)})
     with pytest.raises(DtypeError):
         trace_epilogue(lambda x, ctx: x, {"t": torch.zeros(3, dtype=torch.complex64)})
