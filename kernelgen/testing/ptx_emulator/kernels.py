@@ -23,7 +23,7 @@ class Emulated:
     edit    (file name, text) -> text of each source file, for tests that put a fault in
     change  the same of the PTX, text -> text: nothing is compiled again
 
-    A fault that a run meets (a lane that waits for ever, an address outside of shared memory ...) is a LaunchError; stderr says what it was.
+    A fault that a run meets (a lane that waits for ever, an address outside of shared memory) is a LaunchError; stderr says what it was.
     """
 
     spec: KernelSpec

@@ -1,6 +1,7 @@
 // Launches of emulated kernels, and in the place of CUDA's driver and of CuTe-DSL's run-time library what the host side of a compiled
 // kernel calls: it finds its kernel by name, and a launch runs it at once.
-#pragma once
+#ifndef KERNELGEN_PTX_DRIVER_H  // and no #pragma once: it is read from a compiled header, and again by driver.cc
+#define KERNELGEN_PTX_DRIVER_H
 
 #include <array>
 #include <csetjmp>
@@ -95,3 +96,4 @@ inline int launch(const Kernel& kernel, const unsigned* grid, const unsigned* bl
   });
 }
 }  // namespace ptx
+#endif
