@@ -49,8 +49,7 @@ def without_comments(path: str, text: str) -> str:
 
 
 def strip_modules(folder: Path) -> None:
-    """Lines of modules that hold a comment alone become empty ones: 17 KB of a wheel, and tracebacks name the same lines. Comments stay in a
-    checkout."""
+    """Lines of modules that hold a comment alone become empty ones: 17 KB of a wheel, and tracebacks name the same lines."""
     for path in folder.rglob("*.py"):
         lines = path.read_bytes().splitlines(keepends=True)
         tokens = tokenize.tokenize(iter(lines).__next__)
