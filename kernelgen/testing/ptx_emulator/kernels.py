@@ -62,6 +62,12 @@ class _Any(ctypes.Structure):
     _fields_ = (("kind", ctypes.c_int32), ("pad", ctypes.c_uint32), ("value", ctypes.c_uint64))
 
 
+def _span(x: torch.Tensor) -> tuple[int, int]:
+    """Addresses between which a tensor's elements lie."""
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride())) + 1 if x.numel() else 0
+    return x.data_ptr(), x.data_ptr() + last * x.element_size()
+
+
 _NONE, _INT, _BOOL, _FLOAT, _TENSOR = 0, 1, 2, 3, 7  # TVMFFITypeIndex
 _CUDA = 2  # kDLCUDA: what the host code checks for, wherever the memory is
 _CODES = {torch.bfloat16: 4, torch.float16: 2, torch.float32: 2, torch.float64: 2, torch.int8: 0, torch.int16: 0, torch.int32: 0,
@@ -98,6 +104,8 @@ class EmulatedCute(Emulated):
         def call(*arguments: Any) -> None:
             keep: list[Any] = []
             given, result = (_Any * max(1, len(arguments)))(*(_packed(x, keep) for x in arguments)), _Any()
+            spans = [edge for x in arguments if isinstance(x, torch.Tensor) for edge in _span(x)]
+            opened.ptx_tensors((ctypes.c_uint64 * max(1, len(spans)))(*spans), len(spans) // 2)
             self._set(opened)
             if function(None, ctypes.byref(given), len(arguments), ctypes.byref(result)) != 0:
                 self._raise(opened)

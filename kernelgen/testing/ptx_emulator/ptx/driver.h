@@ -89,11 +89,14 @@ inline int launch(const Kernel& kernel, const unsigned* grid, const unsigned* bl
   shared_end = end;
   lines.clear();
   parts.clear();
+  own.push_back({reinterpret_cast<uint64_t>(params), reinterpret_cast<uint64_t>(params) + bytes});
   fresh = true;
   emulator::patience = 100000;
-  return guarded([&] {
+  const int result = guarded([&] {
     emulator::launch(grid, static_cast<int>(cluster[0]), static_cast<int>(threads), mode, seed, [&] { run_thread(kernel, params); });
   });
+  own.pop_back();
+  return result;
 }
 }  // namespace ptx
 #endif

@@ -16,6 +16,7 @@ inline Place place_of(uint64_t address, int line) {
   const uint32_t at = static_cast<uint32_t>(address), block = at / emulator::kSharedBytes;
   if (block == 0) return {emulator::current->rank, at};
   if (static_cast<int>(block) > emulator::cluster_blocks) fault(line, "no such block in the cluster", address);
+  if (emulator::block_barriers[block - 1].alive == 0) fault(line, "the shared memory of a block that has ended", block - 1);
   return {static_cast<int>(block) - 1, at % emulator::kSharedBytes};
 }
 inline uint32_t mapped(uint64_t address, uint32_t rank, int line) {
@@ -34,12 +35,34 @@ inline unsigned char* pointer_at(uint64_t address, size_t bytes, int line) {
   if (address % (bytes & -bytes) != 0) fault(line, "an unaligned address", address);
   return reinterpret_cast<unsigned char*>(address);
 }
-inline uint64_t generic_of_shared(uint64_t address, int line) {
-  const Place at = place_of(address, line);
-  return reinterpret_cast<uint64_t>(emulator::cluster_shared[at.block] + at.offset);
+// What the call may read and write: its tensors, where they are known, and what belongs to the kernel itself.
+struct Range {
+  uint64_t begin, end;
+};
+inline std::vector<Range> tensors, own;
+inline bool lies_in(const std::vector<Range>& ranges, uint64_t address, size_t bytes) {
+  for (const Range& r : ranges) {
+    if (address >= r.begin && address + bytes <= r.end) return true;
+  }
+  return false;
 }
 inline bool is_shared(uint64_t generic) {
   return generic - reinterpret_cast<uint64_t>(emulator::cluster_shared) < sizeof(emulator::cluster_shared);
+}
+inline void require_known(uint64_t address, size_t bytes, int line) {
+  constexpr size_t kStack = 256 * 1024;
+  if (tensors.empty() || lies_in(tensors, address, bytes) || lies_in(own, address, bytes) || is_shared(address)) return;
+  if (address - reinterpret_cast<uint64_t>(emulator::current->stack) < kStack) return;
+  fault(line, "an address outside of every tensor of the call", address);
+}
+inline unsigned char* global_at(uint64_t address, size_t bytes, int line) {
+  unsigned char* at = pointer_at(address, bytes, line);
+  require_known(address, bytes, line);
+  return at;
+}
+inline uint64_t generic_of_shared(uint64_t address, int line) {
+  const Place at = place_of(address, line);
+  return reinterpret_cast<uint64_t>(emulator::cluster_shared[at.block] + at.offset);
 }
 inline uint64_t shared_of_generic(uint64_t generic, int line) {
   const uint64_t at = generic - reinterpret_cast<uint64_t>(emulator::cluster_shared);
@@ -127,7 +150,7 @@ inline T swapped(unsigned char* at, T expected, T value) {
 inline void copy_async(uint64_t shared, uint64_t source, int size, int bytes, int line) {
   shared_at(shared, size, line);
   if (bytes < 0 || bytes > size) fault(line, "cp.async reads more than it copies", bytes);
-  if (bytes > 0) pointer_at(source, size, line);
+  if (bytes > 0) pointer_at(source, size, line), require_known(source, bytes, line);
   emulator::copy_async(place_of(shared, line).offset, reinterpret_cast<const void*>(source), bytes, size);
 }
 inline void wait_all_copies() {
