@@ -105,6 +105,8 @@ class EmulatedCute(Emulated):
             keep: list[Any] = []
             given, result = (_Any * max(1, len(arguments)))(*(_packed(x, keep) for x in arguments)), _Any()
             spans = [edge for x in arguments if isinstance(x, torch.Tensor) for edge in _span(x)]
+            if any(isinstance(x, int) and x >= 2**32 for x in arguments):  # addresses of who knows how much
+                spans = []
             opened.ptx_tensors((ctypes.c_uint64 * max(1, len(spans)))(*spans), len(spans) // 2)
             self._set(opened)
             if function(None, ctypes.byref(given), len(arguments), ctypes.byref(result)) != 0:
