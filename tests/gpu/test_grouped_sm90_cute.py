@@ -12,8 +12,7 @@ import torch
 
 from kernelgen import build
 from kernelgen.kernels.gemm import grouped_sm90_cute
-from kernelgen.kernels.gemm.dense_sm90_cute import Config
-from kernelgen.kernels.gemm.grouped_sm90_cute import FAMILY
+from kernelgen.kernels.gemm.grouped_sm90_cute import FAMILY, Config
 from kernelgen.problems.gemm import GroupedGemmProblem
 from kernelgen.targets import target_of
 from kernelgen.testing.data import poison_, poisoned_empty, random_tensor

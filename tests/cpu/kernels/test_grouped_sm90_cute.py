@@ -19,8 +19,7 @@ from kernelgen.dispatch import rules
 from kernelgen.errors import ToolchainMissing
 from kernelgen.kernels.base import families
 from kernelgen.kernels.gemm import grouped_sm90_cute
-from kernelgen.kernels.gemm.dense_sm90_cute import Config
-from kernelgen.kernels.gemm.grouped_sm90_cute import FAMILY, epilogue_of
+from kernelgen.kernels.gemm.grouped_sm90_cute import FAMILY, Config, epilogue_of
 from kernelgen.problems.gemm import MORE_ACTIVATIONS, GatheredGemmProblem, GroupedGemmProblem, ScatteredGemmProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target

@@ -14,8 +14,7 @@ import torch
 
 from kernelgen.errors import ToolchainMissing
 from kernelgen.kernels.gemm import grouped_sm90_cute
-from kernelgen.kernels.gemm.dense_sm90_cute import Config
-from kernelgen.kernels.gemm.grouped_sm90_cute import FAMILY
+from kernelgen.kernels.gemm.grouped_sm90_cute import FAMILY, Config
 from kernelgen.settings import settings
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
