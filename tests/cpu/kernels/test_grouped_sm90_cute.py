@@ -103,6 +103,7 @@ def test_configs_and_rule() -> None:
     for problem in (BASE, replace(BASE, m=64), replace(BASE, grouping="masked", m=128), replace(BASE, activation="swiglu"),
                     GatheredGemmProblem(**vars(BASE), tokens=64), ScatteredGemmProblem(**vars(BASE), tokens=64)):
         assert next(iter(FAMILY.candidates(problem, H200)), None) is not None, problem
+    assert all(c.dealt for c in FAMILY.candidates(BASE, H200)) and not any(c.dealt for c in FAMILY.candidates(replace(BASE, batch=4), H200))
     scores = [r.score for r in rules.RULES if r.kernel == FAMILY.name]
     assert len(scores) == 1 and all(scores[0] < r.score for r in rules.RULES if r.general and r.backend == "generated")
     assert families("grouped_gemm", "cuda")[-1] is FAMILY
@@ -139,5 +140,5 @@ def test_what_a_call_passes() -> None:
                            torch.tensor([1, 70], dtype=torch.int32), bias)
     grouped_sm90_cute.bind(problem, Config(1, 1, 64, 8), kernel, t)(t)
     (given,) = kernel.calls
-    assert [tuple(x.shape) for x in given[:6]] == [(1, 70, 24), (2, 24, 64), (1, 70, 64), (2,), (2,), (2, 64)] and given[6:] == (70, 3)
+    assert [tuple(x.shape) for x in given[:6]] == [(1, 70, 24), (2, 24, 64), (1, 70, 64), (2,), (2,), (2, 64)] and given[6:] == (70, 3, 0)
     assert given[0].stride() == (1688, 24, 1) and given[0].data_ptr() == a.data_ptr() and given[3] is t.ends

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from kernelgen.errors import ToolchainMissing
+from kernelgen.kernels import counters
 from kernelgen.kernels.gemm import grouped_sm90_cute
 from kernelgen.kernels.gemm.grouped_sm90_cute import FAMILY, Config
 from kernelgen.settings import settings
@@ -49,12 +50,15 @@ def _load(spec: KernelSpec) -> EmulatedCute:
 @pytest.mark.parametrize("run, config", (
     (partial(run_grouped, Grouped("rows", (70, 0, 5, 130), GATE)), TURNS),
     # One slab of two in each tile: what its last store reads must not be written yet.
-    (partial(run_gathered, Grouped("rows", (128, 0, 70), Product(0, 136, 136, "bf16", pad=8)), 40), Config(1, 1, 64, 2)),
+    (partial(run_gathered, Grouped("rows", (128, 0, 70), Product(0, 136, 136, "bf16", pad=8)), 40), Config(1, 1, 64, 2, dealt=True)),
     (partial(run_scattered, Grouped("rows", (5, 0, 70), Product(0, 72, 72, "fp16", out="fp16")), 60, False), Config(1, 1, 64, 3)),
 ), ids=("gate", "gathered", "scattered"))
 def test_against_the_reference(run: Callable[..., None], config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = torch.zeros(2, dtype=torch.int32)
     monkeypatch.setattr(grouped_sm90_cute, "_SMS", 3)
+    monkeypatch.setattr(counters, "counter", lambda device: (words.data_ptr(), words))
     run(FAMILY, HOPPER, _load, config)
+    assert words.tolist() == [0, 0], "the counter is left as it was found"
 
 
 def test_ends_that_fall_or_leave_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
