@@ -28,8 +28,8 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9,
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs sm_90")
 
 TURNS, SHARED, WIDE, SMALL = Config(2, 2, 128, 5, pingpong=True), Config(1, 2, 128, 6), Config(1, 2, 256, 4), Config(1, 1, 64, 8)
-CONFIGS = (TURNS, SHARED, WIDE, SMALL, Config(2, 2, 128, 4), Config(1, 2, 192, 5, pingpong=True), Config(1, 1, 128, 8, slabs=1),
-           Config(1, 3, 64, 5), Config(1, 2, 256, 4, pingpong=True, slabs=1))
+CONFIGS = (TURNS, SHARED, WIDE, SMALL, Config(2, 2, 128, 4), Config(2, 2, 192, 4, pingpong=True), Config(1, 2, 192, 5, pingpong=True),
+           Config(1, 1, 128, 8, slabs=1), Config(1, 3, 64, 5), Config(1, 2, 256, 4, pingpong=True, slabs=1))
 POWER_LAW = tuple(1000 // (i + 1) for i in range(64))
 SIZES = ((0, 0, 0, 0), (0, 5, 0, 3), (7,), (200, 0, 56, 192, 1), (1, 1, 1, 1021), (0, 0, 4096, 0), POWER_LAW)
 

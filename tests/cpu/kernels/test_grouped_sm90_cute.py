@@ -95,6 +95,7 @@ def test_verdicts_of_numbered_rows() -> None:
     assert "have no numbers" in FAMILY.supports(replace(gathered, grouping="masked"), H200).reason
     assert "128 rows" in FAMILY.legal(gathered, H200, Config(2, 2, 128, 4)).reason
     assert "multicast" in FAMILY.legal(BASE, H200, Config(2, 2, 128, 5, cluster_m=2, pingpong=True)).reason
+    assert "too few registers for 192 sums" in FAMILY.legal(replace(BASE, bias=True), H200, Config(2, 2, 192, 4, pingpong=True)).reason
     assert "more tiles" in FAMILY.legal(replace(BASE, m=1 << 30, n=1 << 20), H200, Config(1, 1, 64, 8)).reason
 
 
