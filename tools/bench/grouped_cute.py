@@ -6,8 +6,8 @@
     python tools/bench/grouped_cute.py --prebuild-only            compile all kernels (no GPU needed)
 
 The first configs of the CuTe-DSL kernel, with tiles dealt out and not, and of the other, held against the reference, then timed
-interleaved by the protocol of kernelgen.bench. Groups are equal, or as large as random routing makes them. Gathered: each row of the product
-names one of an a that has an eighth as many; no peer gathers.
+interleaved by the protocol of kernelgen.bench. Groups are equal, or as large as random routing makes them. Gathered: each row of the
+product names one of an a that has an eighth as many; no peer gathers.
 """
 
 from __future__ import annotations
