@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from kernelgen.settings import settings
 from kernelgen.targets import Target, target_of
 from kernelgen.testing.cuda_emulator import EmulatedKernel
 from kernelgen.testing.epilogues import EPILOGUES
+from kernelgen.testing.installed import toolchain_installed
 from kernelgen.testing.mma_products import Product, make, problem_of, run_product
 from kernelgen.testing.ptx_emulator import EmulatedCute
 from kernelgen.testing.resources import measured
@@ -53,7 +53,7 @@ def test_lane_by_lane(name: str, family: str) -> None:
         run_product(case, kernels, HOPPER, lambda spec, seed=case.seed: EmulatedKernel(spec, folder, True, seed), config)
 
 
-@pytest.mark.skipif(shutil.which("g++") is None or importlib.util.find_spec("cutlass") is None, reason="needs g++ and CuTe-DSL")
+@pytest.mark.skipif(shutil.which("g++") is None or not toolchain_installed("cutedsl"), reason="needs g++ and CuTe-DSL")
 def test_in_cute_dsl() -> None:
     """Its compiled kernel, host side included, by the emulator of PTX."""
     case, folder = Product(70, 272, 72, "bf16", epilogue="residual", batch=2), settings().cache_dir / "emulated_ptx"
