@@ -29,7 +29,6 @@ from kernelgen.testing.sass import loops, sass_of
 H200 = replace(Target.parse("sm_90a"), sm_count=132)
 BASE = GroupedGemmProblem(64, 4096, 4096, 7168, "bf16", "bf16", "bf16", b_order="col", batched_b=True)
 
-
 needs_dsl = pytest.mark.skipif(not toolchain_installed("cutedsl"), reason="needs CuTe-DSL")
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from kernelgen.errors import ToolchainMissing
 from kernelgen.kernels import counters
 from kernelgen.kernels.gemm import grouped_sm90_cute
 from kernelgen.kernels.gemm.grouped_sm90_cute import FAMILY, Config
@@ -21,26 +20,18 @@ from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
 from kernelgen.testing.data import poison_
 from kernelgen.testing.grouped_products import Grouped, prepared, run_grouped
+from kernelgen.testing.installed import toolchain_installed
 from kernelgen.testing.mma_products import Product
 from kernelgen.testing.numbered_rows import run_gathered, run_scattered
 from kernelgen.testing.ptx_emulator import EmulatedCute
 from kernelgen.testing.tolerance import assert_bits_equal
-from kernelgen.toolchains import toolchain
 
 HOPPER = Target.parse("sm_90a")
 TURNS = Config(2, 2, 128, 3, pingpong=True)
 GATE = Product(0, 272, 136, "bf16", activation="swiglu", gate_up="interleaved", bias="fp32")
 
 
-def _missing() -> str:
-    try:
-        toolchain("cutedsl").identity()
-    except ToolchainMissing as error:
-        return str(error)
-    return "" if shutil.which("g++") else "no g++"
-
-
-pytestmark = pytest.mark.skipif(bool(_missing()), reason=_missing() or "runs")
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None or not toolchain_installed("cutedsl"), reason="needs g++ and CuTe-DSL")
 
 
 def _load(spec: KernelSpec) -> EmulatedCute:
