@@ -233,6 +233,8 @@ def clear_infinite(words: cute.Tensor, first: Int32, step: cutlass.Constexpr, co
 @cute.jit
 def pack(weights: cute.Tensor, scores: cute.Tensor, count: cutlass.Constexpr):
     """Weights in float32 to the operand's type, where they are."""
-    flat = cute.make_tensor(weights.iterator, cute.make_layout(count))
-    for v in cutlass.range_constexpr(count):
-        flat[v] = scores[v].to(weights.element_type)
+    pairs = cute.make_tensor(cute.recast_ptr(weights.iterator, dtype=Int32), cute.make_layout(count // 2))
+    kind = "bf16" if weights.element_type is cutlass.BFloat16 else "f16"
+    for i in cutlass.range_constexpr(count // 2):
+        pairs[i] = cute.arch.inline_ptx(f"cvt.rn.{kind}x2.f32 {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Int32],
+                                        read_only_args=[scores[2 * i + 1], scores[2 * i]])
