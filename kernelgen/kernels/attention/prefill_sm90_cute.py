@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 
+from kernelgen.errors import VariantError
 from kernelgen.kernels import counters
 from kernelgen.kernels.attention import mma, prefill_sm90
 from kernelgen.kernels.attention.mma import address, round_up
@@ -24,6 +26,8 @@ from kernelgen.problems.attention import AttentionProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target, target_of
 from kernelgen.tensors import AttentionTensors
+from kernelgen.variants.dsl import variant_functions
+from kernelgen.variants.traced import TracedVariant
 from kernelgen.verdicts import Verdict, first_no
 
 ENTRY = "attend"
@@ -61,12 +65,22 @@ def _strides(p: AttentionProblem) -> tuple[str, ...]:
 
 def supports(problem: AttentionProblem, target: Target) -> Verdict:
     """Can this kernel run the problem on the target at all?"""
-    p = problem
+    p, refused = problem, ""
     common = prefill_sm90.supports(p, target)
     return first_no(
         (common.ok, common.reason.replace("prefill_sm90", "prefill_sm90_cute")),
-        (p.variant is None, f"variant {p.variant}: variants are not in prefill_sm90_cute"),
+        (p.variant is None or isinstance(p.variant, TracedVariant), f"variant {p.variant} is not traced"),
+        (p.variant is None or not (refused := _variant(p.variant)[1]), refused),
     )
+
+
+@lru_cache(maxsize=256)
+def _variant(traced: TracedVariant) -> tuple[str, str]:
+    """(its functions for the template, why it has none)."""
+    try:
+        return variant_functions(traced), ""
+    except VariantError as error:
+        return "", str(error)
 
 
 def shared_memory(problem: AttentionProblem, config: Config) -> int:
@@ -115,7 +129,8 @@ def spec(problem: AttentionProblem, target: Target, config: Config) -> KernelSpe
         "stages": c.stages, "pingpong": c.pingpong and c.consumers > 1, "out_over_query": c.out_over_query, "resident_blocks": c.resident,
         "copying_registers": 32 if c.consumers == 3 else 24, "multiplying_registers": c.registers, "mask": p.mask or "",
         "checks": any((options["bounded_left"], options["bounded_right"], p.mask, p.variant, p.layout == "ragged", p.kv_lens)),
-        "variant_score": False, "variant_mask": False, "variant_text": "", "given": arguments,
+        "variant_score": p.variant is not None and p.variant.score is not None, "given": arguments,
+        "variant_mask": p.variant is not None and p.variant.mask is not None, "variant_text": _variant(p.variant)[0] if p.variant else "",
         "absent": "\n".join(f"{name} = 0" for name in absent),
     }
     return KernelSpec.make("_".join(["attention_prefill_sm90_cute", *words, *str(c).split()]), "attention/prefill_sm90_cute.py.jinja",
