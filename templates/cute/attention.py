@@ -2,7 +2,7 @@
 numbers. Scores of a thread lie as WGMMA has them: score v is of row v // 2 % 2 and column 8 * (v // 4) + v % 2 of its own."""
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, cute
+from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from kernelgen_cute import functions, layouts, pipelines
 
@@ -10,6 +10,7 @@ LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 SPREAD = 8.0  # a reference moves when a weight would exceed 2^SPREAD, far below where fp16 ends
 WORDS = 8  # of a slot: a row tile's first query, head, request, lengths and first rows of its queries and keys
 INFINITE = float("inf")
+KEPT, MOVED, REMAKE = 0, 1, 2  # what by_reference did
 
 
 # ---- Tiles ------------------------------------------------------------------------------------------------------------
@@ -91,32 +92,112 @@ def is_nothing(reference):
 
 
 @cute.jit
-def weigh(scores: cute.Tensor, references: cute.Tensor, sums: cute.Tensor, factors: cute.Tensor, scale: Float32, count: cutlass.Constexpr):
-    """Scores to weights 2^(score * scale - reference), in place; whether the warp's references moved, and what was added up before has to
-    take ``factors``. NaN goes through: fmax drops it, its own weight keeps it."""
+def move_to(references: cute.Tensor, sums: cute.Tensor, factors: cute.Tensor, r: cutlass.Constexpr, reference: Float32):
+    """While nothing was weighted the output is 0, or holds values that are no numbers: neither -inf - -inf nor inf * 0 may appear."""
+    factors[r] = functions.where(is_nothing(references[r]), Float32(1.0), exp2(references[r] - reference))
+    references[r] = reference
+    sums[r] = sums[r] * factors[r]
+
+
+def to_weights(scores, references, scale, count):
+    """Scores to weights 2^(score * scale - reference), in place; the thread's sums by row, each in two chains. NaN goes through."""
+    below = [functions.where(is_nothing(references[r]), Float32(0.0), -references[r]) for r in range(2)]
+    parts = [Float32(0.0)] * 4
+    for v in range(count):
+        weight = exp2(cute.math.fma(scores[v], scale, below[v // 2 % 2]))
+        scores[v] = weight
+        parts[v % 4] = parts[v % 4] + weight
+    return parts[0] + parts[1], parts[2] + parts[3]
+
+
+@cute.jit
+def by_maximum(scores: cute.Tensor, references: cute.Tensor, sums: cute.Tensor, factors: cute.Tensor, scale: Float32, count: cutlass.Constexpr):
+    """Weights below 2^SPREAD; whether the warp's references moved: what was added up before has to take ``factors`` then."""
     tops = [Float32(-INFINITE)] * 4
     for v in cutlass.range_constexpr(count):
         lane = v // 2 % 2 + v // 4 % 2 * 2
         tops[lane] = cute.arch.fmax(tops[lane], scores[v])
     nexts = [over_quad(cute.arch.fmax(tops[r], tops[r + 2]), cute.arch.fmax) * scale for r in range(2)]
-    moves = (nexts[0] > references[0] + Float32(SPREAD)) | (nexts[1] > references[1] + Float32(SPREAD))
-    moved = cute.arch.vote_any_sync(moves)
+    moved = cute.arch.vote_any_sync((nexts[0] > references[0] + Float32(SPREAD)) | (nexts[1] > references[1] + Float32(SPREAD)))
     if moved:
         for r in cutlass.range_constexpr(2):
-            reference = cute.arch.fmax(references[r], nexts[r])
-            # While nothing was weighted the output is 0, or holds values that are no numbers: neither -inf - -inf nor inf * 0 may appear.
-            factors[r] = functions.where(is_nothing(references[r]), Float32(1.0), exp2(references[r] - reference))
-            references[r] = reference
-            sums[r] = sums[r] * factors[r]
-    below = [functions.where(is_nothing(references[r]), Float32(0.0), -references[r]) for r in range(2)]
-    parts = [Float32(0.0)] * 4
-    for v in cutlass.range_constexpr(count):
-        weight = exp2(cute.math.fma(scores[v], scale, below[v // 2 % 2]))
-        scores[v] = weight
-        parts[v % 4] = parts[v % 4] + weight
+            move_to(references, sums, factors, r, cute.arch.fmax(references[r], nexts[r]))
+    parts = to_weights(scores, references, scale, count)
     for r in cutlass.range_constexpr(2):
-        sums[r] = sums[r] + (parts[2 * r] + parts[2 * r + 1])
+        sums[r] = sums[r] + parts[r]
     return moved
+
+
+@cute.jit
+def by_reference(scores: cute.Tensor, references: cute.Tensor, sums: cute.Tensor, factors: cute.Tensor, scale: Float32,
+                 count: cutlass.Constexpr):
+    """Weights without a search for the maximum, for rows that have a reference: KEPT, MOVED, or REMAKE, with nothing but the scores changed,
+    where some weight is inf. A sum above 2^(SPREAD + 2) moves the reference by a power of two, which what is there follows without a loss."""
+    parts = to_weights(scores, references, scale, count)
+    most = Float32(4 * 2**SPREAD)
+    state = Int32(KEPT)
+    added = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+    added[0], added[1] = parts
+    if cute.arch.vote_any_sync((parts[0] > most) | (parts[1] > most)):
+        tops = [over_quad(part, cute.arch.fmax) for part in parts]  # NaN is dropped, and is in the weights still
+        state = Int32(MOVED)
+        if cute.arch.vote_any_sync((tops[0] == Float32(INFINITE)) | (tops[1] == Float32(INFINITE))):
+            state = Int32(REMAKE)
+        else:
+            for r in cutlass.range_constexpr(2):
+                move_to(references, sums, factors, r,
+                        functions.where(tops[r] > most, references[r] + exponent_of(tops[r]), references[r]))
+                added[r] = Float32(0.0)
+                for v in cutlass.range_constexpr(count):
+                    if cutlass.const_expr(v // 2 % 2 == r):
+                        scores[v] = scores[v] * factors[r]
+                        added[r] = added[r] + scores[v]
+    if state != REMAKE:
+        for r in cutlass.range_constexpr(2):
+            sums[r] = sums[r] + added[r]
+    return state
+
+
+@cute.jit
+def remake(scores: cute.Tensor, queries: Int32, keys: Int32, depth: cutlass.Constexpr, rows_q: cutlass.Constexpr, rows_k: cutlass.Constexpr,
+           kind: cutlass.Constexpr, count: cutlass.Constexpr):
+    """A warp's scores once more, by itself: of 16 queries and a tile of keys in boxes of 64 columns, by addresses in shared memory."""
+    lane = cute.arch.lane_idx()
+    for v in cutlass.range_constexpr(count):
+        scores[v] = Float32(0.0)
+    for step in cutlass.range(depth, unroll=1):
+        box, chunk = step // 4, step % 4 * 2
+        a = load_matrices(queries + box * (rows_q * 128) + swizzled(lane % 16, chunk + lane // 16))
+        for n in cutlass.range_constexpr(count // 8):
+            b = load_matrices(keys + box * (rows_k * 128) + swizzled(16 * n + lane % 8 + lane // 16 * 8, chunk + lane // 8 % 2))
+            for half in cutlass.range_constexpr(2):
+                at = 8 * n + 4 * half
+                sums = cute.arch.inline_ptx(
+                    f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 " + "{{$w0}, {$w1}, {$w2}, {$w3}}, "
+                    "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};", write_only_types=[Float32] * 4,
+                    read_only_args=[*a, b[2 * half], b[2 * half + 1], *(scores[at + i] for i in range(4))])
+                for i in cutlass.range_constexpr(4):
+                    scores[at + i] = sums[i]
+
+
+def have_references(references):
+    return cute.arch.vote_all_sync((references[0] > Float32(-INFINITE)) & (references[1] > Float32(-INFINITE)))
+
+
+def load_matrices(address):
+    return cute.arch.inline_ptx("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+                                write_only_types=[Int32] * 4, read_only_args=[address])
+
+
+def swizzled(row, chunk):
+    """Where 16 bytes of a row of 128 lie."""
+    return row * 128 + ((chunk ^ (row % 8)) * 16)
+
+
+def exponent_of(x):
+    """floor(log2(x)) of a positive number."""
+    bits = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
+    return Float32((bits >> 23) - 127)
 
 
 @cute.jit
@@ -160,8 +241,8 @@ def listen(slots: cute.Tensor, barriers: cute.Pointer, at: Int32, phase: Int32):
 @cute.jit
 def ragged_tile(index: Int32, scanned: Int32, before: Int32, starts: cute.Tensor, batch: Int32, heads: Int32, rows: cutlass.Constexpr,
                 from_last: cutlass.Constexpr):
-    """(first query, head, request) of the index-th tile (first query -1: none), and how far requests were looked through: by a prefix sum of
-    their tiles, 32 requests at a time. Indices of a block rise, so what lies behind stays behind."""
+    """(first query, head, request) of the index-th tile (first query -1: none), and how far requests were looked through: by a prefix sum
+    of their tiles, 32 requests at a time. Indices of a block rise, so what lies behind stays behind."""
     lane = cute.arch.lane_idx()
     tile = index // heads
     head = index - tile * heads
@@ -226,7 +307,8 @@ def clear_infinite(words: cute.Tensor, first: Int32, step: cutlass.Constexpr, co
     for i in cutlass.range(first, count, step, unroll=1):
         word = words[i]
         bad = infinite_halves(word, exponent)
-        low, high = functions.where((bad & Int32(0x8000)) != 0, Int32(0xFFFF), Int32(0)), functions.where(bad < 0, Int32(-0x10000), Int32(0))
+        low = functions.where((bad & Int32(0x8000)) != 0, Int32(0xFFFF), Int32(0))
+        high = functions.where(bad < 0, Int32(-0x10000), Int32(0))
         words[i] = word & ((low | high) ^ Int32(-1))
 
 

@@ -7,7 +7,7 @@ prefill_sm90. State and figures: docs/design/toolchains_cute_triton.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -18,7 +18,7 @@ from kernelgen.kernels import counters
 from kernelgen.kernels.attention import mma, prefill_sm90
 from kernelgen.kernels.attention.mma import address, round_up
 from kernelgen.kernels.attention.prefill_mma import check_factor
-from kernelgen.kernels.attention.prefill_sm90_configs import Config
+from kernelgen.kernels.attention.prefill_sm90_configs import Config as Sm90Config
 from kernelgen.kernels.base import KernelFamily
 from kernelgen.kernels.gemm.mma import RESERVED_SHARED_MEMORY
 from kernelgen.params import ParamStruct
@@ -63,6 +63,17 @@ def _strides(p: AttentionProblem) -> tuple[str, ...]:
     return tuple(name for on, _, names in _features(p) if on for name in names)
 
 
+@dataclass(frozen=True)
+class Config(Sm90Config):
+    """As prefill_sm90's. ``search``: the softmax looks for the maximum of every tile. Without, as there, it begins at once, and keys are
+    given back only behind it."""
+
+    search: bool = False
+
+    def __str__(self) -> str:
+        return super().__str__() + (" search" if self.search else "")
+
+
 def supports(problem: AttentionProblem, target: Target) -> Verdict:
     """Can this kernel run the problem on the target at all?"""
     p, refused = problem, ""
@@ -105,12 +116,20 @@ def legal(problem: AttentionProblem, target: Target, config: Config) -> Verdict:
 
 
 def candidates(problem: AttentionProblem, target: Target) -> Iterator[Config]:
-    """Legal configs, best guess first: that of prefill_sm90."""
-    return (c for c in prefill_sm90.candidates(problem, target) if legal(problem, target, c))
+    """Legal configs, best guess first: those of prefill_sm90, each with a search for the maximum behind it without one."""
+    return _with_search(prefill_sm90.candidates(problem, target), problem, target)
 
 
 def grid(problem: AttentionProblem, target: Target) -> Iterator[Config]:
-    return (c for c in prefill_sm90.grid(problem, target) if legal(problem, target, c))
+    return _with_search(prefill_sm90.grid(problem, target), problem, target)
+
+
+def _with_search(configs: Iterable[Sm90Config], problem: AttentionProblem, target: Target) -> Iterator[Config]:
+    for c in configs:
+        for search in (False, True):
+            config = Config(**asdict(c), search=search)
+            if legal(problem, target, config):
+                yield config
 
 
 def spec(problem: AttentionProblem, target: Target, config: Config) -> KernelSpec:
@@ -128,6 +147,7 @@ def spec(problem: AttentionProblem, target: Target, config: Config) -> KernelSpe
         **{name: options[name] for name in kept}, "operand": _DSL[p.q_dtype], "block_k": c.block_k, "consumers": c.consumers,
         "stages": c.stages, "pingpong": c.pingpong and c.consumers > 1, "out_over_query": c.out_over_query, "resident_blocks": c.resident,
         "copying_registers": 32 if c.consumers == 3 else 24, "multiplying_registers": c.registers, "mask": p.mask or "",
+        "search": c.search,
         "checks": any((options["bounded_left"], options["bounded_right"], p.mask, p.variant, p.layout == "ragged", p.kv_lens)),
         "variant_score": p.variant is not None and p.variant.score is not None, "given": arguments,
         "variant_mask": p.variant is not None and p.variant.mask is not None, "variant_text": _variant(p.variant)[0] if p.variant else "",
