@@ -1,5 +1,5 @@
-"""Calls of attention/prefill_sm90 and its sibling in CuTe-DSL for emulators: dense and ragged, every mask, non-finite values and keys, logits
-that grow, each against the float64 reference."""
+"""Calls of attention/prefill_sm90 and its sibling in CuTe-DSL for emulators: dense and ragged, every mask, non-finite values and keys,
+logits that grow, each against the float64 reference."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def run(case: Case, family: Any, load: Callable[[KernelSpec], Any], *, what: str
     whole = poisoned_empty((*q.shape[:-3], q.shape[-3] + 1, heads, c.dims[1] + 8), q.dtype)
     out = whole[..., : q.shape[-3], :, : c.dims[1]]
     lse = poisoned_empty(q.shape[:-1] if c.ragged else (batch, heads, q.shape[1])) if c.lse else None
-    tensors = AttentionTensors(q, k, v, out, lse, c.scale, *lengths, **given, variant_words=words)
+    tensors = AttentionTensors(q, k, v, out, lse, c.scale, *lengths, **given)._replace(variant_words=words)
     # Stands in for a GPU of so many SMs; its counters must be left as they were found.
     count = torch.zeros(2, dtype=torch.int32)
     with mock.patch.object(counters, "counter", lambda device: (count.data_ptr(), count)), \

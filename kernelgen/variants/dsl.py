@@ -155,8 +155,8 @@ FIELDS = ("batch", "head", "kv_head", "q_index", "q_pos", "k_pos", "q_len", "kv_
 
 
 def variant_functions(traced: TracedVariant) -> str:
-    """``def score(x, *FIELDS, words)`` and ``def visible(*FIELDS, words)``, those that the variant has. Raises VariantError for an operation
-    without a form in the DSL."""
+    """``def score(x, *FIELDS, words)`` and ``def visible(*FIELDS, words)``, those that the variant has. Raises VariantError for an
+    operation without a form in the DSL."""
     lines: list[str] = []
     if traced.score is not None:
         lines += [f"def score({', '.join(('x', *FIELDS, 'words'))}):", *_VariantWriter(traced).lines(traced.score, "Float32"), "", ""]

@@ -111,7 +111,8 @@ def to_weights(scores, references, scale, count):
 
 
 @cute.jit
-def by_maximum(scores: cute.Tensor, references: cute.Tensor, sums: cute.Tensor, factors: cute.Tensor, scale: Float32, count: cutlass.Constexpr):
+def by_maximum(scores: cute.Tensor, references: cute.Tensor, sums: cute.Tensor, factors: cute.Tensor, scale: Float32,
+               count: cutlass.Constexpr):
     """Weights below 2^SPREAD; whether the warp's references moved: what was added up before has to take ``factors`` then."""
     tops = [Float32(-INFINITE)] * 4
     for v in cutlass.range_constexpr(count):
@@ -131,8 +132,9 @@ def by_maximum(scores: cute.Tensor, references: cute.Tensor, sums: cute.Tensor, 
 @cute.jit
 def by_reference(scores: cute.Tensor, references: cute.Tensor, sums: cute.Tensor, factors: cute.Tensor, scale: Float32,
                  count: cutlass.Constexpr):
-    """Weights without a search for the maximum, for rows that have a reference: KEPT, MOVED, or REMAKE, with nothing but the scores changed,
-    where some weight is inf. A sum above 2^(SPREAD + 2) moves the reference by a power of two, which what is there follows without a loss."""
+    """Weights without a search for the maximum, for rows that have a reference: KEPT, MOVED, or REMAKE, with nothing but the scores
+    changed, where some weight is inf. A sum above 2^(SPREAD + 2) moves the reference by a power of two, which what is there follows without
+    a loss."""
     parts = to_weights(scores, references, scale, count)
     most = Float32(4 * 2**SPREAD)
     state = Int32(KEPT)

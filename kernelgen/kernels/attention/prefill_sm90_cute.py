@@ -1,6 +1,6 @@
 """Host side of attention/prefill_sm90_cute: attention forward on Hopper in CuTe-DSL, the sibling of attention/prefill_sm90.
 
-The kernel: templates/attention/prefill_sm90_cute.py.jinja, with templates/cute/attention.py; configs, order of tiles and scalars are those of
+The kernel: templates/attention/prefill_sm90_cute.py.jinja, with templates/cute/attention.py; order of tiles and scalars are those of
 prefill_sm90. State and figures: docs/design/toolchains_cute_triton.md.
 """
 
@@ -35,8 +35,8 @@ _DSL = {"bf16": "BFloat16", "fp16": "Float16"}
 _HEAD_BYTES = 1024  # of shared memory, for barriers and slots
 # Arguments behind q, k, v and out, which every kernel has: (name, type in the DSL). Names are those of prefill_sm90's scalars.
 _SCALARS = (
-    *((name, "Int32") for name in ("batch", "tiles", "section", "row_tiles", "length_q", "length_k", "window_left", "window_right", "q_keep",
-                                   "q_flip")),
+    *((name, "Int32") for name in ("batch", "tiles", "section", "row_tiles", "length_q", "length_k", "window_left", "window_right",
+                                   "q_keep", "q_flip")),
     ("logit_scale", "Float32"), ("cap_scale", "Float32"),
 )
 _RENAMED = {"length_q": "seq_q", "length_k": "seq_k"}
@@ -76,20 +76,21 @@ class Config(Sm90Config):
 
 def supports(problem: AttentionProblem, target: Target) -> Verdict:
     """Can this kernel run the problem on the target at all?"""
-    p, refused = problem, ""
+    p, refused = problem, _variant(problem.variant)[1]
     common = prefill_sm90.supports(p, target)
     return first_no(
         (common.ok, common.reason.replace("prefill_sm90", "prefill_sm90_cute")),
-        (p.variant is None or isinstance(p.variant, TracedVariant), f"variant {p.variant} is not traced"),
-        (p.variant is None or not (refused := _variant(p.variant)[1]), refused),
+        (not refused, refused),
     )
 
 
 @lru_cache(maxsize=256)
-def _variant(traced: TracedVariant) -> tuple[str, str]:
+def _variant(variant: Any) -> tuple[str, str]:
     """(its functions for the template, why it has none)."""
+    if variant is None or not isinstance(variant, TracedVariant):
+        return "", "" if variant is None else f"variant {variant} is not traced"
     try:
-        return variant_functions(traced), ""
+        return variant_functions(variant), ""
     except VariantError as error:
         return "", str(error)
 
@@ -147,10 +148,10 @@ def spec(problem: AttentionProblem, target: Target, config: Config) -> KernelSpe
         **{name: options[name] for name in kept}, "operand": _DSL[p.q_dtype], "block_k": c.block_k, "consumers": c.consumers,
         "stages": c.stages, "pingpong": c.pingpong and c.consumers > 1, "out_over_query": c.out_over_query, "resident_blocks": c.resident,
         "copying_registers": 32 if c.consumers == 3 else 24, "multiplying_registers": c.registers, "mask": p.mask or "",
-        "search": c.search,
+        "search": c.search, "shared_memory": shared_memory(p, c),
         "checks": any((options["bounded_left"], options["bounded_right"], p.mask, p.variant, p.layout == "ragged", p.kv_lens)),
         "variant_score": p.variant is not None and p.variant.score is not None, "given": arguments,
-        "variant_mask": p.variant is not None and p.variant.mask is not None, "variant_text": _variant(p.variant)[0] if p.variant else "",
+        "variant_mask": p.variant is not None and p.variant.mask is not None, "variant_text": _variant(p.variant)[0],
         "absent": "\n".join(f"{name} = 0" for name in absent),
     }
     return KernelSpec.make("_".join(["attention_prefill_sm90_cute", *words, *str(c).split()]), "attention/prefill_sm90_cute.py.jinja",

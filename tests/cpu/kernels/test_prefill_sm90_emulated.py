@@ -7,6 +7,7 @@ kernel costs several seconds of g++, so cases share them.
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,8 @@ def folder() -> Path:
 
 def both(case: Case, folder: Path, change: Change | None = None) -> None:
     for lazy in (False, True):
-        run(case, prefill_sm90, lambda spec: EmulatedKernel(spec, folder, lazy, 1, stalls=lazy), what=f"lazy={lazy}", change=change)
+        load = partial(EmulatedKernel, folder=folder, lazy=lazy, seed=1, stalls=lazy)
+        run(case, prefill_sm90, load, what=f"lazy={lazy}", change=change)
 
 
 @pytest.mark.parametrize("name", CASES)
