@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shlex
 import shutil
 import subprocess
@@ -74,15 +75,11 @@ def compiled(spec: KernelSpec, folder: Path, edit: Edit | None = None) -> Compil
     flags = own.flags(spec.target)
     made = _kept(folder / ("c" + _digest(source.text, source.includes, flags, own.identity(), str(spec.target))),
                  lambda build: _MAKERS[spec.toolchain](spec, source, build, flags))
-    import json
-
     return Compiled(tuple(p.read_text() for p in sorted(made.glob("*.ptx"))), tuple(sorted(made.glob("*.o"))),
                     json.loads((made / "kept.json").read_text()))
 
 
 def _write(build: Path, source: Source, found: dict[str, Any], files: Iterable[Path]) -> None:
-    import json
-
     kept = [p.read_text() for p in sorted(files)]
     (build / "kept.json").write_text(json.dumps(found))
     for number, text in enumerate(kept):
@@ -96,8 +93,8 @@ def _cutedsl(spec: KernelSpec, source: Source, build: Path, flags: tuple[str, ..
     packages = next(str(root / "dsl_packages") for root in roots() if (root / "dsl_packages").is_dir())
     options = ["--enable-tvm-ffi", "--gpu-arch", str(spec.target.arch), "--keep-cubin", "--keep-ptx", "--dump-dir", "dumps"]
     found = compile_in_child(
-        "cutedsl_worker", {"arch": str(spec.target.arch), "options": shlex.join(options), "host_cpu": "", "host_features": ()}, folder=build,
-        source=source, what=f"{spec} (emulated)", path=(packages,), hidden=("CUTE_DSL_", "CUTLASS_"),
+        "cutedsl_worker", {"arch": str(spec.target.arch), "options": shlex.join(options), "host_cpu": "", "host_features": ()},
+        folder=build, source=source, what=f"{spec} (emulated)", path=(packages,), hidden=("CUTE_DSL_", "CUTLASS_"),
         environment={"CUTE_DSL_DISABLE_FILE_CACHING": "1", "CUTE_DSL_CACHE_DIR": str(build / "dumps")})
     _write(build, source, found, (build / "dumps").glob("*.ptx"))
 
@@ -128,8 +125,8 @@ def library(made: Compiled, folder: Path) -> Path:
             (target / f"kernel{number}.cc").write_text(renamed)
         parts = "".join(f'#include "kernel{number}.cc"\n' for number in range(len(texts)))
         calls = " ".join(f"for (const Kernel& k : kernels_{number}()) all.push_back(k);" for number in range(len(texts)))
-        (target / "all.cc").write_text(f'{parts}namespace ptx {{ std::vector<Kernel> kernels() {{ std::vector<Kernel> all; {calls} return all; }} }}\n'
-                                       '#include "driver.cc"\n')
+        together = f"std::vector<Kernel> kernels() {{ std::vector<Kernel> all; {calls} return all; }}"
+        (target / "all.cc").write_text(f'{parts}namespace ptx {{ {together} }}\n#include "driver.cc"\n')
         subprocess.run(["g++", *_FLAGS, *(f"-I{place}" for place in _HEADERS), "all.cc", *map(str, made.objects), "-o", "kernel.so"],
                        cwd=target, check=True)
 

@@ -104,9 +104,9 @@ class EmulatedTriton(Emulated):
         if 0 in grid:
             return lambda packed: None
         opened, report = self._opened()
-        params, clusters = self.spec.params, report["num_ctas"]
-        size = -(-params.size // 8) * 8
-        offsets = [offset for _, offset in params.offsets] + [size + 8 * i for i in range(report["hidden_pointers"])]
+        layout, clusters = self.spec.params, report["num_ctas"]
+        size = -(-layout.size // 8) * 8
+        offsets = [offset for _, offset in layout.offsets] + [size + 8 * i for i in range(report["hidden_pointers"])]
         given = (ctypes.c_uint32 * len(offsets))(*offsets)
         sizes = [(ctypes.c_uint * 3)(*x) for x in ((grid[0] * clusters, *grid[1:]), (32 * report["num_warps"], 1, 1), (clusters, 1, 1))]
 
@@ -114,7 +114,8 @@ class EmulatedTriton(Emulated):
             scratch = torch.empty(max(1, report["global_scratch_bytes"] * grid[0] * grid[1] * grid[2] * clusters), dtype=torch.uint8)
             hidden = struct.pack("<Q", scratch.data_ptr()) + bytes(8 * max(0, report["hidden_pointers"] - 1))
             self._set(opened)
-            if opened.ptx_launch(report["entry"].encode(), *sizes, report["shared_memory"], packed.ljust(size, b"\0") + hidden, given, len(offsets)):
+            params = packed.ljust(size, b"\0") + hidden
+            if opened.ptx_launch(report["entry"].encode(), *sizes, report["shared_memory"], params, given, len(offsets)):
                 self._raise(opened)
 
         return launch

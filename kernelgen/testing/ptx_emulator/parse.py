@@ -72,8 +72,11 @@ _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 _LINE_INFO = re.compile(r"^\s*\.(?:loc|file)\b[^\n]*", re.MULTILINE)
 _SECTION = re.compile(r"^\s*\.section\s+\.debug.*?\n\s*\}", re.MULTILINE | re.DOTALL)
 _NAME = r"[A-Za-z_$%][\w$]*"
-_VARIABLE = re.compile(r"\.(shared|global|const|local)\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(" + _NAME + r")\s*(\[\s*\d*\s*\])?\s*(?:=\s*(.*))?$", re.DOTALL)
-_PARAMETER = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)(?:\s+\.ptr(?:\s+\.\w+)*?(?:\s+\.align\s+\d+)?)?\s+(" + _NAME + r")\s*(?:\[\s*(\d+)\s*\])?")
+_ALIGN = r"(?:\.align\s+(\d+)\s+)?"
+_VARIABLE = re.compile(r"\.(shared|global|const|local)\s+" + _ALIGN + r"\.(\w+)\s+(" + _NAME + r")\s*(\[\s*\d*\s*\])?\s*(?:=\s*(.*))?$",
+                       re.DOTALL)
+_PARAMETER = re.compile(r"\.param\s+" + _ALIGN + r"\.(\w+)(?:\s+\.ptr(?:\s+\.\w+)*?(?:\s+\.align\s+\d+)?)?\s+(" + _NAME
+                        + r")\s*(?:\[\s*(\d+)\s*\])?")
 _ENTRY = re.compile(r"\.entry\s+(" + _NAME + r")\s*\((.*?)\)\s*(.*)$", re.DOTALL)
 _LABEL = re.compile(r"(" + _NAME + r")\s*:(?!:)")
 _GUARD = re.compile(r"@\s*(!?)\s*(" + _NAME + r")\s+")

@@ -1,14 +1,13 @@
-"""Kernels of PTX to C++: one function each, one statement for each instruction, by the table of instructions.py."""
+"""Kernels of PTX to C++: one function each, one statement for each instruction, by the table of instructions.txt."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache
 
-from kernelgen.testing.ptx_emulator.instructions import ROWS, Row
-from kernelgen.testing.ptx_emulator.parse import SIZES, Instruction, Kernel, Label, Module, PtxError, Variable
+from kernelgen.testing.ptx_emulator.parse import SIZES, Instruction, Kernel, Label, Module, PtxError, Variable, parse
+from kernelgen.testing.ptx_emulator.table import row_of
 
 _C = {"pred": "bool", "b128": "unsigned __int128", "f32": "float", "f64": "double", "f16": "f16", "bf16": "bf16", "f16x2": "f16x2",
       "bf16x2": "bf16x2", "tf32": "Tf32", "e4m3": "E4m3", "e5m2": "E5m2",
@@ -24,61 +23,12 @@ _SPECIAL = {
     "clusterid.x": "emulator::block_index.x / emulator::cluster_blocks", "nclusterid.x": "emulator::grid_size.x / emulator::cluster_blocks",
     "clusterid.y": "emulator::block_index.y", "clusterid.z": "emulator::block_index.z", "nclusterid.y": "emulator::grid_size.y",
     "nclusterid.z": "emulator::grid_size.z", **{f"cluster_ctaid.{d}": "0u" for d in "yz"}, **{f"cluster_nctaid.{d}": "1u" for d in "yz"},
-    "lanemask_eq": "1u << lane()", "lanemask_lt": "(1u << lane()) - 1", "lanemask_le": "(2u << lane()) - 1", "lanemask_gt": "~((2u << lane()) - 1)",
-    "lanemask_ge": "~((1u << lane()) - 1)", "clock": "uint32_t(ticks())", "clock64": "ticks()", "globaltimer": "ticks()",
-    "globaltimer_lo": "uint32_t(ticks())", "dynamic_smem_size": "shared_end - dynamic_start", "total_smem_size": "shared_end",
+    "lanemask_eq": "1u << lane()", "lanemask_lt": "(1u << lane()) - 1", "lanemask_le": "(2u << lane()) - 1",
+    "lanemask_gt": "~((2u << lane()) - 1)", "lanemask_ge": "~((1u << lane()) - 1)", "clock": "uint32_t(ticks())", "clock64": "ticks()",
+    "globaltimer": "ticks()", "globaltimer_lo": "uint32_t(ticks())", "dynamic_smem_size": "shared_end - dynamic_start",
+    "total_smem_size": "shared_end",
 }
 _SYSTEM_SHARED = 1024  # kDynamicShared of ptx/memory.h
-
-
-@dataclass(frozen=True)
-class _Pattern:
-    row: Row
-    name: re.Pattern[str]
-    kinds: tuple[str, ...]
-    optional: frozenset[str]
-
-
-@cache
-def _patterns() -> tuple[_Pattern, ...]:
-    return tuple(_compiled(row) for row in ROWS)
-
-
-def _compiled(row: Row) -> _Pattern:
-    text, optional = "", set()
-    for plain, place in re.findall(r"([^<]+)|<([^>]*)>", row.pattern):
-        if plain:
-            text += re.escape(plain)
-            continue
-        name, _, choices = place.partition("=")
-        choices = choices or "|".join(SIZES)
-        if name == "any":
-            text += r"(?:\.[\w:]+)*"
-        elif name == "m":
-            text += rf"(?:\.(?:{choices}))*"
-        elif name == "~":
-            text += f"(?:{choices})?"
-        elif name == "q":
-            text += f"(?:{choices})"
-        elif name == "q?":
-            text += rf"(?:\.(?:{choices}))?"
-        elif name.endswith("?"):
-            optional.add(name[:-1])
-            text += rf"(?:\.(?P<{name[:-1]}>{choices}))?"
-        else:
-            text += f"(?P<{name}>{choices})"
-    return _Pattern(row, re.compile(text + "$"), tuple(row.operands.split()), frozenset(optional))
-
-
-def _fits(kinds: tuple[str, ...], operands: tuple[str, ...]) -> bool:
-    fixed = kinds[:-1] if kinds and kinds[-1] == "*" else kinds
-    if len(operands) != len(kinds) and (fixed is kinds or len(operands) < len(fixed)):
-        return False
-    for kind, operand in zip(fixed, operands):
-        braces, brackets = operand.startswith("{"), operand.startswith("[")
-        if braces != (kind in ("=V", "=&", "I") or kind.startswith("V")) and kind not in ("=L", "L") or brackets != (kind in "AM"):
-            return False
-    return True
 
 
 @dataclass
@@ -101,9 +51,9 @@ class _Function:
             else:
                 self.alone[name] = variable
                 yield f"  {c} {variable};"
-        for variable in self.kernel.variables:
-            if variable.space == "local":
-                yield f"  alignas({max(variable.align, 16)}) unsigned char {_identifier(variable.name)}[{variable.size}];"
+        for local in self.kernel.variables:
+            if local.space == "local":
+                yield f"  alignas({max(local.align, 16)}) unsigned char {_identifier(local.name)}[{local.size}];"
 
     def value(self, text: str, line: int) -> str:
         """An operand as a C++ expression: a register of its own type, an address or a number of 64 bits."""
@@ -159,7 +109,8 @@ class _Function:
             return self.address(text, line)
         if base == "M":
             tensor, _, places = text.strip("[] ").partition(",")
-            return f"{self.address(tensor, line)}, {{{{{', '.join(self.typed(x.strip(), 'int32_t', line) for x in places.strip(' {}').split(','))}}}}}"
+            inside = ", ".join(self.typed(x.strip(), "int32_t", line) for x in places.strip(" {}").split(","))
+            return f"{self.address(tensor, line)}, {{{{{inside}}}}}"
         if base == "N":
             return text
         if base == "label":
@@ -169,45 +120,42 @@ class _Function:
         return self.typed(text, types.get(base) or _C[base], line)
 
     def statement(self, one: Instruction) -> str:
-        for pattern in _patterns():
-            found = pattern.name.match(one.name)
-            if found and _fits(pattern.kinds, one.operands):
-                return self._emitted(one, pattern, found.groupdict())
-        raise PtxError(f"line {one.line} of the PTX: the emulator does not know {one.text[:160]!r}; add a row to ptx_emulator/instructions.py")
-
-    def _emitted(self, one: Instruction, pattern: _Pattern, groups: dict[str, str | None]) -> str:
+        row, groups = row_of(one)
         types = {k: _C[v] for k, v in groups.items() if k.isupper() and v}
         if groups.get("T") in _WIDER:
             types["W"] = _C[_WIDER[groups["T"] or ""]]
-        places = {k: v or "" for k, v in groups.items() if not k.isupper() and k not in pattern.optional}
-        for name in pattern.optional:
-            given = groups[name]
-            places[name] = (given or "none") if name == "r" else str(int((given or "v1")[1:])) if name == "v" else "true" if given else "false"
-        kinds = [k for k in pattern.kinds if k != "*"]
-        code = pattern.row.code
-        if "L" in kinds and types.get("T") and int(places.get("v", "1")) == 1:
-            pass
-        values = [self.operand(k, x, types, one.line) for k, x in zip(kinds, one.operands)]
-        if kinds[1:2] == ["V"] and groups.get("T"):  # parts of a register
-            unit = SIZES[groups["T"] or ""] // len(one.operands[1].split(","))
-            values[1] = self.operand(f"V:b{8 * unit}", one.operands[1], types, one.line)
-        numbers = {"line": str(one.line), "bytes": str(SIZES.get(groups.get("T") or "b8", 1) * int(places.get("v", "1")))}
+        places = {k: _place(k, v, k in row.optional) for k, v in groups.items() if not k.isupper()}
+        kinds = [k for k in row.operands if k != "*"]
+        if kinds[1:2] == ["V"]:  # parts of one register
+            kinds[1] = f"V:b{8 * SIZES[groups['T'] or ''] // len(one.operands[1].split(','))}"
+        names = {str(i): self.operand(k, x, types, one.line) for i, (k, x) in enumerate(zip(kinds, one.operands))} | types | places
+        names |= {"line": str(one.line), "bytes": str(SIZES.get(groups.get("T") or "b8", 1) * int(places.get("v", "1")))}
         if "I" in kinds:
-            numbers["file"] = self._file(one)
-        text = code.format(*values, **types, **places, **numbers)
+            names["file"] = self._file(one)
+        text = re.sub(r"\{(\w+)\}", lambda m: names.get(m.group(1), m.group()), row.code)
         if text and not text.endswith((";", "}")):
             kind = kinds[0][1:]
-            text = f"set({values[0]}, static_cast<{types.get(kind) or _C[kind]}>({text}));"
+            text = f"set({names['0']}, static_cast<{types.get(kind) or _C[kind]}>({text}));"
         if one.guard:
             text = f"if ({'!' if one.guard.startswith('!') else ''}{self.value(one.guard.lstrip('!'), one.line)}) {{ {text} }}"
         return f"  {text}"
 
     def _file(self, one: Instruction) -> str:
-        files = {self.value(x, one.line).partition("[")[0] for text in one.operands if text.startswith("{") for x in text.strip("{}").split(",")}
+        names = [x for text in one.operands if text.startswith("{") for x in text.strip("{}").split(",")]
+        files = {self.value(x, one.line).partition("[")[0] for x in names}
         name = min(files)
         if len(files) != 1 or self.files.get(name) != 4:
             raise PtxError(f"line {one.line} of the PTX: the registers of {one.name} are of {len(files)} files, expected one of 32 bits")
         return name
+
+
+def _place(name: str, given: str | None, optional: bool) -> str:
+    """A place in small letters as code sees it."""
+    if name == "r":
+        return given or "none"
+    if name == "v":
+        return (given or "v1")[1:]
+    return ("true" if given else "false") if optional else given or ""
 
 
 def _identifier(name: str) -> str:
@@ -229,9 +177,7 @@ def _layout(variables: tuple[Variable, ...]) -> tuple[dict[str, int], int]:
 
 def translate(text: str) -> str:
     """C++ of every kernel of a PTX file, and a table of them. Raises PtxError."""
-    from kernelgen.testing.ptx_emulator.parse import parse
-
-    module: Module = parse(text)
+    module = parse(text)
     lines = ['#include "driver.h"', "namespace ptx {"]
     for v in module.variables:
         if v.space in ("global", "const"):
@@ -250,7 +196,8 @@ def translate(text: str) -> str:
 
 def _function(index: int, kernel: Kernel, module: Module, places: dict[str, int], start: int) -> Iterator[str]:
     symbols = {name: f"uint64_t({at}u)" for name, at in places.items()}
-    symbols |= {v.name: f"reinterpret_cast<uint64_t>({_identifier(v.name)})" for v in (*module.variables, *kernel.variables) if v.space != "shared"}
+    others = [v for v in (*module.variables, *kernel.variables) if v.space != "shared"]
+    symbols |= {v.name: f"reinterpret_cast<uint64_t>({_identifier(v.name)})" for v in others}
     symbols |= {p.name: f"(reinterpret_cast<uint64_t>(params) + {p.offset})" for p in kernel.parameters}
     function = _Function(kernel, symbols)
     yield f"static void kernel_{index}(unsigned char* params) {{"

@@ -81,6 +81,23 @@ inline uint64_t barrier_arrive_state(uint64_t address, uint32_t bytes, uint32_t 
   return state;
 }
 
+// Of atomics, whose x is what lies in memory, and of a warp's reductions.
+#define PTX_COMBINE(name, expression)  \
+  template <class T>                   \
+  inline T combine_##name(T x, T y) {  \
+    return static_cast<T>(expression); \
+  }
+PTX_COMBINE(add, x + y)
+PTX_COMBINE(min, smaller<T>(x, y))
+PTX_COMBINE(max, larger<T>(x, y))
+PTX_COMBINE(and, x & y)
+PTX_COMBINE(or, x | y)
+PTX_COMBINE(xor, x ^ y)
+PTX_COMBINE(exch, y)
+PTX_COMBINE(inc, x >= y ? 0 : x + 1)
+PTX_COMBINE(dec, x == 0 || x > y ? y : x - 1)
+#undef PTX_COMBINE
+
 template <class T> inline T apply_add(T a, T b) { return static_cast<T>(a + b); }
 template <class T> inline T apply_sub(T a, T b) { return static_cast<T>(a - b); }
 template <class T> inline T apply_mul(T a, T b) { return static_cast<T>(a * b); }

@@ -2,8 +2,6 @@
 // block's own, or behind kSharedBytes one of a block of the cluster, as mapa gives it.
 #pragma once
 
-#include <atomic>
-
 #include "values.h"
 
 namespace ptx {
@@ -72,12 +70,19 @@ inline void store(unsigned char* to, R... from) {
 }
 
 // Read, change and write in one: fibers do not interrupt each other.
-template <class T, class F>
-inline T changed(unsigned char* at, F f) {
+template <class T>
+inline T changed(unsigned char* at, T (*combine)(T, T), T value) {
   T old;
   std::memcpy(&old, at, sizeof(T));
-  const T now = f(old);
+  const T now = combine(old, value);
   std::memcpy(at, &now, sizeof(T));
+  return old;
+}
+template <class T>
+inline T swapped(unsigned char* at, T expected, T value) {
+  T old;
+  std::memcpy(&old, at, sizeof(T));
+  if (std::memcmp(&old, &expected, sizeof(T)) == 0) std::memcpy(at, &value, sizeof(T));
   return old;
 }
 
