@@ -113,7 +113,8 @@ def composition(op: str) -> Composition | None:
 
 # op -> modules whose FAMILY runs it, imported when the op is first used. Those of CPU kernels end in _cpu.
 _MODULES: dict[str, tuple[str, ...]] = {
-    "attention": ("attention.prefill_cpu", "attention.split_cpu", "attention.prefill_sm90", "attention.prefill_mma", "attention.split_mma"),
+    "attention": ("attention.prefill_cpu", "attention.split_cpu", "attention.prefill_sm90", "attention.prefill_mma", "attention.split_mma",
+                  "attention.prefill_sm90_cute"),
     "append": ("cache.append_cpu", "cache.append_cuda"),
     "gemm": ("gemm.gemm_cpu", "gemm.skinny_sm90", "gemm.dense_sm90", "gemm.packed_sm90", "gemm.mixed_sm90",
              "gemm.packed_skinny", "gemm.gemm_mma", "gemm.dense_sm90_cute"),
