@@ -57,14 +57,22 @@ class Config:
         return f"{self.block_m}x{self.block_n} w{self.warps} s{self.stages}"
 
 
-# Bytes of an element -> (most columns of keys or values, config), narrowest first.
-TABLE: dict[int, tuple[tuple[int, Config], ...]] = {
-    2: ((64, Config(64, 64, 4, 3)), (128, Config(64, 64, 4, 2)), (256, Config(64, 32, 8, 2)), (576, Config(32, 32, 8, 1))),
-    4: ((64, Config(32, 32, 8, 2)), (128, Config(32, 32, 8, 1)), (256, Config(16, 16, 8, 1)), (576, Config(16, 16, 8, 1))),
-    8: ((64, Config(16, 16, 8, 1)), (128, Config(16, 16, 8, 1)), (256, Config(16, 16, 8, 1)), (576, Config(16, 16, 8, 1))),
+# Bytes of an element -> (most columns of keys or values, config, that of calls with more to hold: see _heavy), narrowest first: what fits in
+# 255 registers and 99 KB of shared memory (sm_80, sm_90a and sm_120 by Triton 3.6 and 3.9, no spills). 128 columns of 16 bits by 64 x 64
+# and 4 warps take 255 registers, and with masks spill 0.8 - 1 KB.
+TABLE: dict[int, tuple[tuple[int, Config, Config], ...]] = {
+    2: ((64, Config(64, 64, 4, 2), Config(64, 64, 8, 2)), (128, Config(64, 64, 8, 2), Config(64, 32, 8, 2)),
+        (256, Config(32, 32, 8, 2), Config(32, 32, 8, 2)), (576, Config(16, 32, 8, 2), Config(16, 32, 8, 2))),
+    4: ((128, Config(32, 32, 8, 1), Config(32, 32, 8, 1)), (256, Config(32, 16, 8, 1), Config(32, 16, 8, 1)),
+        (576, Config(16, 16, 8, 1), Config(16, 16, 8, 1))),
+    8: ((128, Config(4, 16, 8, 1), Config(4, 16, 8, 1)),),
 }
-_MOST_COLUMNS = 576
-CN = 16
+# 16 rows and fewer, of 16 bits: more blocks on an SM, each with more keys on the way.
+SHORT = ((64, Config(16, 64, 4, 3), Config(16, 32, 4, 3)), (128, Config(16, 64, 4, 2), Config(16, 32, 4, 2)),
+         (256, Config(16, 32, 4, 2), Config(16, 32, 4, 2)))
+_SHORT_ROWS = 16
+_CAREFUL_KEYS = 16  # of a tile where values are no numbers, so that what that takes has room
+_CHUNKS = {2: 0, 4: 32, 8: 16}  # bytes -> columns of a product of queries and keys at a time; 0 all, as tensor cores read them elsewhere
 
 
 def slices(columns: int) -> tuple[int, int]:
@@ -76,8 +84,27 @@ def slices(columns: int) -> tuple[int, int]:
 
 
 def _config(p: Problem) -> Config:
-    widest = max(sum(slices(p.head_dim)), sum(slices(p.head_dim_v)))
-    return next(config for most, config in TABLE[DTYPES[p.q_dtype].bytes] if widest <= most)
+    widest, size, rows = _widest(p), DTYPES[p.q_dtype].bytes, _rows(p)
+    short = size == 2 and rows is not None and rows <= _SHORT_ROWS and widest <= SHORT[-1][0]
+    return next(heavy if _heavy(p) else plain for most, plain, heavy in (SHORT if short else TABLE[size]) if widest <= most)
+
+
+def _widest(p: Problem) -> int:
+    return max(sum(slices(p.head_dim)), sum(slices(p.head_dim_v)))
+
+
+def _heavy(p: Problem) -> bool:
+    """What takes registers beside the sums: scores that are more than products, masks to read, addresses without vectors."""
+    return bool(p.soft_cap or p.alibi or p.mask or p.variant is not None or p.alignment < 16)
+
+
+def _rows(p: Problem) -> int | None:
+    """Most rows of a request; None where that is unknown, or must not matter."""
+    if isinstance(p, PagedAttentionProblem):
+        longest = None if p.batch_invariant else p.max_seq_q
+    else:
+        longest = None if p.batch_invariant and p.layout == "ragged" else p.seq_q
+    return None if longest is None else longest * p.group_size
 
 
 def _blocks(p: Problem) -> int:
@@ -99,8 +126,9 @@ def _common(p: Problem, target: Target) -> Iterator[tuple[bool, str]]:
     yield (target.kind == "cuda" and target.capability >= _OLDEST, f"Triton's kernels are for sm_{_OLDEST} and later, got {target}")
     yield (p.q_dtype in FLOATS and p.q_dtype == p.kv_dtype, f"needs one of {', '.join(FLOATS)} for queries, keys and values; got "
                                                             f"{p.q_dtype}/{p.kv_dtype}")
-    yield (1 <= p.head_dim <= _MOST_COLUMNS and 1 <= p.head_dim_v <= _MOST_COLUMNS,
-           f"head dims {p.head_dim}/{p.head_dim_v} are not within 1 and {_MOST_COLUMNS}")
+    most = TABLE[DTYPES[p.q_dtype].bytes][-1][0] if p.q_dtype in FLOATS else 0
+    yield (min(p.head_dim, p.head_dim_v) >= 1 and _widest(p) <= most,
+           f"head dims {p.head_dim}/{p.head_dim_v} of {p.q_dtype} are not within 1 and {most}")
     yield (p.num_kv_heads > 0 and p.num_q_heads % p.num_kv_heads == 0,
            f"{p.num_q_heads} query heads are not a multiple of {p.num_kv_heads} key/value heads")
     yield (p.variant is None or hasattr(p.variant, "code"), f"variant {p.variant} is not traced")
@@ -176,9 +204,9 @@ def spec(p: Any, target: Target, c: Config) -> KernelSpec:
     parameters = {
         "names": ", ".join(name for name, _ in PARAMS.fields), "sums": "float64" if p.q_dtype == "fp64" else "float32",
         "pointers": repr({name: kind or p.q_dtype for name, kind in POINTERS.items()}), "divisible": repr(_divisible(p)),
-        **features, **variant, **flags, "softmax": p.softmax, "wide": not p.softmax and p.q_dtype == "fp16",
+        **features, **variant, **flags, "softmax": p.softmax, "chunk": _CHUNKS[DTYPES[p.q_dtype].bytes], "wide": not p.softmax and p.q_dtype == "fp16",
         "d": p.head_dim, "d0": d0, "d1": d1, "dv": p.head_dim_v, "v0": v0, "v1": v1,
-        "block_m": c.block_m, "block_n": c.block_n, "careful_n": min(c.block_n, CN), "warps": c.warps, "stages": c.stages,
+        "block_m": c.block_m, "block_n": c.block_n, "careful_n": min(c.block_n, _CAREFUL_KEYS), "warps": c.warps, "stages": c.stages,
     }
     dims = f"d{p.head_dim}" if p.head_dim == p.head_dim_v else f"d{p.head_dim}_{p.head_dim_v}"
     words = ["attention_triton", features["layout"], p.q_dtype, dims, *(name for name, on in flags.items() if on),
