@@ -21,8 +21,9 @@ struct EmulatedBarrier {
   unsigned parity : 1;
 };
 static_assert(sizeof(EmulatedBarrier) == 8);
-inline EmulatedBarrier& emulated_barrier(uint32_t barrier) {
-  return *reinterpret_cast<EmulatedBarrier*>(emulator::dynamic_shared + barrier);
+// `memory`: shared memory of the block whose barrier it is.
+inline EmulatedBarrier& emulated_barrier(uint32_t barrier, unsigned char* memory = emulator::dynamic_shared) {
+  return *reinterpret_cast<EmulatedBarrier*>(memory + barrier);
 }
 inline void emulated_end_of_phase(EmulatedBarrier& b) {
   if (b.pending != 0 || b.bytes != 0) return;
@@ -33,8 +34,8 @@ inline void barrier_init(uint32_t barrier, int arrivals) {
   emulated_barrier(barrier) = {static_cast<uint16_t>(arrivals), static_cast<uint16_t>(arrivals), 0, 0};
 }
 inline void barrier_init_fence() {}
-inline void emulated_arrive(uint32_t barrier, int bytes, int arrivals = 1) {
-  EmulatedBarrier& b = emulated_barrier(barrier);
+inline void emulated_arrive(uint32_t barrier, int bytes, int arrivals = 1, unsigned char* memory = emulator::dynamic_shared) {
+  EmulatedBarrier& b = emulated_barrier(barrier, memory);
   if (b.pending < arrivals) std::fprintf(stderr, "emulator: more arrivals than the barrier counts\n"), std::abort();
   b.bytes += bytes;
   b.pending -= arrivals;
@@ -48,7 +49,7 @@ inline void barrier_arrive_expect(uint32_t barrier, uint32_t bytes) { emulated_a
 inline bool emulated_passes(uint32_t barrier, uint32_t parity) {
   constexpr unsigned kShortly = 4;  // rounds of the scheduler
   const unsigned round = emulator::warp_rounds[emulator::warp()];
-  emulator::land_boxes(barrier);
+  emulator::land_boxes(emulator::in_cluster(emulator::current->rank, barrier));
   emulator::Passed& others = emulator::passed[static_cast<uint64_t>(emulator::warp()) << 32 | barrier];
   const uint32_t lane = 1u << emulator::thread() % 32;
   const bool follows = others.parity == parity && (others.lanes & lane) == 0 && round - others.round <= kShortly;
@@ -61,7 +62,7 @@ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
   for (int turns = 0; !emulated_passes(barrier, parity & 1);) emulator::yield_or_abort(turns, "the mbarrier at", static_cast<int>(barrier));
 }
 inline emulator::Barrier& emulated_named_barrier(int id, int threads) {
-  emulator::Barrier& barrier = emulator::named_barriers[id];
+  emulator::Barrier& barrier = emulator::named_barriers[emulator::current->rank][id];
   if (id < 1 || id > 15 || threads % 32 != 0 || (barrier.waiting > 0 && barrier.alive != threads)) {
     std::fprintf(stderr, "emulator: named barrier %d is joined for %d threads, and was for %d\n", id, threads, barrier.alive), std::abort();
   }
