@@ -54,7 +54,7 @@ def epilogue_function(traced: TracedEpilogue, scalar: str) -> str:
     return "\n".join([
         "struct EpilogueFunction {",
         f"  static KERNELGEN_DEVICE {scalar} value({scalar} x, {scalar} y, const EpilogueContext& c, const int64_t* args) {{",
-        *_Body(traced, scalar).lines(traced.result, scalar),
+        *Body(traced, scalar).lines(traced.result, scalar),
         "  }",
         "};",
     ]) + "\n"
