@@ -32,7 +32,7 @@ from kernelgen.tensors import AttentionTensors
 from kernelgen.testing import attention_cases as cases
 from kernelgen.testing.attention_calls import compare_call, compare_nonfinite
 from kernelgen.testing.attention_cases import Problem, Spec
-from kernelgen.testing.data import poison_, poisoned_empty, random_tensors
+from kernelgen.testing.data import cu_seqlens, poison_, poisoned_empty, random_tensors
 from kernelgen.testing.interpreted import TARGET, InterpretedKernel
 from kernelgen.testing.tolerance import assert_attention_close, assert_lse_close
 from kernelgen.verdicts import Verdict
@@ -71,9 +71,10 @@ def problems() -> list[Problem]:
     for spec in cases.specs(1, seed=5, axes=_AXES):
         p = cases.make_problem(spec, 0)
         requests = slice(0, 3)
-        q_lens, k_lens = (tuple(min(n, most) for n in lens[requests]) for lens, most in ((p.q_lens, 20), (p.k_lens, 75)))
-        found.append(replace(p, q_lens=q_lens, k_lens=k_lens, kv_heads=min(p.kv_heads, 2), page_size=max(k_lens) + 3 if spec.pages == "contiguous"
-                             else p.page_size))
+        most_q = 5 if spec.dtype == "fp64" else 20
+        q_lens, k_lens = (tuple(min(n, most) for n in lens[requests]) for lens, most in ((p.q_lens, most_q), (p.k_lens, 75)))
+        page_size = max(k_lens) + 3 if spec.pages == "contiguous" else p.page_size
+        found.append(replace(p, q_lens=q_lens, k_lens=k_lens, kv_heads=min(p.kv_heads, 2), page_size=page_size))
     return found
 
 
@@ -95,7 +96,7 @@ def non_finite() -> None:
     # Without a softmax an inf counts with the sign of its weight, and a weight of 0 makes it NaN.
     q, k, v = random_tensors([(1, 9, 2, 64), (1, 40, 1, 64), (1, 40, 1, 64)], torch.float16, seed=3)
     v[:, 5, :, 3], v[:, 8, :, 4], v[:, 9, :, 7], v[:, 39, :, 8] = INF, -INF, INF, NAN
-    signs = kernelgen.variant(lambda s, c: (c.k_pos % 3 - 1).float() * 3000.0, normalization="none")
+    signs: Any = kernelgen.variant(lambda s, c: (c.k_pos % 3 - 1).float() * 3000.0, normalization="none")
     out = poisoned_empty(q.shape, q.dtype)
     kernelgen.attention(q, k, v, causal=True, variant=signs, out=out, backend="triton")
     exact = ref.attention(q, k, v, causal=True, variant=signs)
@@ -104,42 +105,43 @@ def non_finite() -> None:
     assert_attention_close(out, exact, plain.to(q.dtype), what="signs", seed=3)
 
 
-def empty_rows() -> None:
+def empty_rows(device: str = "cpu") -> None:
     """Rows that see nothing, with sinks of every kind; and requests without keys."""
-    q, k, v = random_tensors([(2, 6, 4, 64), (2, 4, 2, 64), (2, 4, 2, 64)], seed=1)
-    sinks = torch.tensor([0.5, INF, -INF, -3.0])
-    for features in ({"sinks": sinks}, {"window": (0, None)}, {"mask": torch.zeros(1, 1, 6, 4, dtype=torch.bool)}):
+    q, k, v = random_tensors([(2, 6, 4, 64), (2, 4, 2, 64), (2, 4, 2, 64)], seed=1, device=device)
+    sinks = torch.tensor([0.5, INF, -INF, -3.0], device=device)
+    for features in ({"sinks": sinks}, {"window": (0, None)}, {"mask": torch.zeros(1, 1, 6, 4, dtype=torch.bool, device=device)}):
         compare_call(q, k, v, seed=1, what=str(list(features)), backend="triton", causal=True, **features)
-    lens = torch.tensor([0, 3], dtype=torch.int32)
+    lens = torch.tensor([0, 3], dtype=torch.int32, device=device)
     poison_(k[0]), poison_(v[0])
     compare_call(q, k, v, seed=1, what="no keys", backend="triton", kv_lens=lens)
 
 
-def block_masks() -> None:
+def block_masks(device: str = "cpu", dtype: torch.dtype = torch.float16) -> None:
     """Shared, per head and ragged ones, with blocks that are no multiple of a tile, entries past the keys, and values that are not seen."""
-    q, k, v = random_tensors([(2, 50, 4, 64), (2, 90, 2, 64), (2, 90, 2, 64)], torch.float16, seed=2)
+    q, k, v = random_tensors([(2, 50, 2, 64), (2, 90, 1, 64), (2, 90, 1, 64)], dtype, seed=2, device=device)
     v[:, 80:] = NAN  # in the last block of keys, which none lists
     counts = torch.tensor([2, 0, 3, 1])
     indices = torch.tensor([[0, 3, 9], [7, 7, 7], [2, 1, 3], [20, 0, 0]])
-    shared = ref.BlockMask(counts, indices, (16, 20))
+    shared = ref.BlockMask(counts.to(device), indices.to(device), (16, 20))
     generator = torch.Generator().manual_seed(4)
-    lists = torch.rand(2, 4, 4, 5, generator=generator).argsort(-1)[..., :3]
-    own = ref.BlockMask(torch.randint(0, 4, (2, 4, 4), generator=generator), torch.where(lists == 4, 9, lists), (16, 20))
+    lists = torch.rand(2, 2, 4, 5, generator=generator).argsort(-1)[..., :3]
+    own = ref.BlockMask(torch.randint(0, 4, (2, 2, 4), generator=generator).to(device), torch.where(lists == 4, 9, lists).to(device),
+                        (16, 20))
     for mask in (shared, own):
         compare_call(q, k, v, seed=2, what="block mask", backend="triton", block_mask=mask, causal=True)
-    starts = torch.tensor([0, 33, 33, 50], dtype=torch.int32), torch.tensor([0, 70, 75, 90], dtype=torch.int32)
-    whole = torch.arange(5).expand(3, 5)
+    starts = cu_seqlens((33, 0, 17), device), cu_seqlens((70, 5, 15), device)
+    whole = ref.BlockMask(torch.tensor([5, 2, 3], device=device), torch.arange(5, device=device).expand(3, 5), (20, 17))
     compare_call(q[0], k[0].nan_to_num(), v[0].nan_to_num(1.0), *starts, seed=2, what="ragged", backend="triton",
-                 block_mask=ref.BlockMask(torch.tensor([5, 2, 3]), whole, (20, 17)))
+                 block_mask=whole)
 
 
 def odd_head_dims() -> None:
     """Those that the public functions refuse: one column, two slices, keys and values unlike."""
     for seed, (d, dv, dtype) in enumerate(((1, 1, "fp32"), (17, 33, "fp16"), (130, 70, "fp32"), (72, 129, "fp16"), (9, 65, "fp64"))):
         element = getattr(torch, {"fp32": "float32", "fp16": "float16", "fp64": "float64"}[dtype])
-        q, k, v = random_tensors([(2, 12, 4, d), (2, 40, 2, d), (2, 40, 2, dv)], element, seed=seed)
-        p = AttentionProblem("dense", 2, 12, 40, 4, 2, d, dv, dtype, dtype, dtype, causal=True, return_lse=True, alignment=q.element_size())
-        out, lse = poisoned_empty((*q.shape[:-1], dv), element), poisoned_empty((2, 4, 12))
+        q, k, v = random_tensors([(1, 9, 4, d), (1, 40, 2, d), (1, 40, 2, dv)], element, seed=seed)
+        p = AttentionProblem("dense", 1, 9, 40, 4, 2, d, dv, dtype, dtype, dtype, causal=True, return_lse=True, alignment=q.element_size())
+        out, lse = poisoned_empty((*q.shape[:-1], dv), element), poisoned_empty((1, 4, 9))
         tensors = AttentionTensors(q, k, v, out, lse, d**-0.5)
         backend.BACKEND.prepare(p, TARGET, attention_triton.FAMILY.name, next(attention_triton.candidates(p, TARGET)), tensors)(tensors)
         exact, plain = ref.attention(q, k, v, causal=True, return_lse=True), ref.attention(
@@ -148,10 +150,10 @@ def odd_head_dims() -> None:
         assert_lse_close(lse, exact[1], plain[1], what=f"{d}/{dv}", seed=seed)
 
 
-def far_apart() -> None:
+def far_apart(device: str = "cpu") -> None:
     """Elements more than 2^31 apart: what is never touched needs no memory."""
     step = 2**31 + 8
-    memory = torch.empty(step + 4096, dtype=torch.float16)
+    memory = torch.empty(step + 4096, dtype=torch.float16, device=device)
     q, k, v, out = (memory.as_strided((1, 2, 2, 64), (0, row, head, 1), at)
                     for row, head, at in ((64, step, 0), (step, 64, 256), (step, 64, 512), (64, step, 768)))
     for i, x in enumerate((q, k, v)):

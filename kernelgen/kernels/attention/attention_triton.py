@@ -57,9 +57,9 @@ class Config:
         return f"{self.block_m}x{self.block_n} w{self.warps} s{self.stages}"
 
 
-# Bytes of an element -> (most columns of keys or values, config, that of calls with more to hold: see _heavy), narrowest first: what fits in
-# 255 registers and 99 KB of shared memory (sm_80, sm_90a and sm_120 by Triton 3.6 and 3.9, no spills). 128 columns of 16 bits by 64 x 64
-# and 4 warps take 255 registers, and with masks spill 0.8 - 1 KB.
+# Bytes of an element -> (most columns of keys or values, config, that of calls with more to hold: see _heavy), narrowest first: what fits
+# in 255 registers and 99 KB of shared memory (sm_80, sm_90a and sm_120 by Triton 3.6 and 3.9). 128 columns of 16 bits by 64 x 64 and 4
+# warps take 255 registers, and with masks spill 0.8 - 1 KB.
 TABLE: dict[int, tuple[tuple[int, Config, Config], ...]] = {
     2: ((64, Config(64, 64, 4, 2), Config(64, 64, 8, 2)), (128, Config(64, 64, 8, 2), Config(64, 32, 8, 2)),
         (256, Config(32, 32, 8, 2), Config(32, 32, 8, 2)), (576, Config(16, 32, 8, 2), Config(16, 32, 8, 2))),
@@ -134,8 +134,9 @@ def _common(p: Problem, target: Target) -> Iterator[tuple[bool, str]]:
     yield (p.variant is None or hasattr(p.variant, "code"), f"variant {p.variant} is not traced")
     yield (p.softmax or not p.return_lse, f"variant {p.variant} has no softmax and therefore no LSE")
     yield (p.softmax or not p.sinks, f"variant {p.variant} has no softmax that sinks could be a term of")
-    yield ((p.seq_q or 0) * max(p.group_size, 1) <= _MOST and (p.seq_k or 0) <= _MOST,
-           f"{p.seq_q} query rows of {p.group_size} heads for each of keys, or {p.seq_k} keys exceed {_MOST}")
+    yield (max((p.seq_q or 0) * max(p.group_size, 1), p.seq_k or 0, p.batch, p.num_q_heads) <= _MOST,
+           f"{p.seq_q} query rows of {p.group_size} heads for each of keys, {p.seq_k} keys, {p.batch} requests or {p.num_q_heads} heads "
+           f"exceed {_MOST}")
 
 
 def supports(p: Any, target: Target) -> Verdict:
@@ -164,7 +165,7 @@ def candidates(p: Any, target: Target) -> Iterator[Config]:
 
 
 def legal(p: Any, target: Target, config: Config) -> Verdict:
-    return first_no((config.block_n <= 64, f"block_n {config.block_n} exceeds 64: values that are no numbers are counted in numbers below 128"))
+    return first_no((config.block_n <= 64, f"block_n {config.block_n} exceeds 64: what is no number is counted in digits of 128"))
 
 
 def division(p: Any, target: Target, config: Config) -> Division:
@@ -204,8 +205,8 @@ def spec(p: Any, target: Target, c: Config) -> KernelSpec:
     parameters = {
         "names": ", ".join(name for name, _ in PARAMS.fields), "sums": "float64" if p.q_dtype == "fp64" else "float32",
         "pointers": repr({name: kind or p.q_dtype for name, kind in POINTERS.items()}), "divisible": repr(_divisible(p)),
-        **features, **variant, **flags, "softmax": p.softmax, "chunk": _CHUNKS[DTYPES[p.q_dtype].bytes], "wide": not p.softmax and p.q_dtype == "fp16",
-        "d": p.head_dim, "d0": d0, "d1": d1, "dv": p.head_dim_v, "v0": v0, "v1": v1,
+        **features, **variant, **flags, "softmax": p.softmax, "chunk": _CHUNKS[DTYPES[p.q_dtype].bytes],
+        "wide": not p.softmax and p.q_dtype == "fp16", "d": p.head_dim, "d0": d0, "d1": d1, "dv": p.head_dim_v, "v0": v0, "v1": v1,
         "block_m": c.block_m, "block_n": c.block_n, "careful_n": min(c.block_n, _CAREFUL_KEYS), "warps": c.warps, "stages": c.stages,
     }
     dims = f"d{p.head_dim}" if p.head_dim == p.head_dim_v else f"d{p.head_dim}_{p.head_dim_v}"
@@ -257,7 +258,7 @@ def bind(p: AttentionProblem, c: Config, kernel: Any, tensors: AttentionTensors)
         values |= {"heads": p.num_q_heads, "tiles": blocks * per_block if p.seq_q else 0}
     grid = int(values["tiles"]) * int(values["heads"]) * (p.batch if dense else 1)
     if grid > _MOST_BLOCKS:
-        raise ShapeError(f"block_mask: its blocks of {values['block_rows']} rows make {grid} blocks of a grid, expected at most {_MOST_BLOCKS}")
+        raise ShapeError(f"block_mask: blocks of {values['block_rows']} rows make {grid} blocks of a grid, expected at most {_MOST_BLOCKS}")
     launch = kernel.prepare(t.q.device.index or 0, (grid, 1, 1))
     tail, pack = PARAMS.pack_scalars(values), PARAMS.pointer_packer.pack
 
@@ -286,12 +287,13 @@ def bind_paged(p: PagedAttentionProblem, c: Config, kernel: Any, tensors: PagedT
         a = t.arrays
         known = launches.get(a.num_items)
         if known is None:
-            launch = kernel.prepare(device, (a.num_items * p.num_kv_heads, 1, 1))
-            known = launches[a.num_items] = launch, PARAMS.pack_scalars(values | {"tiles": a.num_items})
+            prepared = kernel.prepare(device, (a.num_items * p.num_kv_heads, 1, 1))
+            known = launches[a.num_items] = prepared, PARAMS.pack_scalars(values | {"tiles": a.num_items})
         q_indptr, kv_lens, page_begin, items = a.addresses[:4]
-        known[0](pack(t.q.data_ptr(), t.k_cache.data_ptr(), t.v_cache.data_ptr(), t.out.data_ptr(), _address(t.lse), q_indptr, 0, kv_lens, items,
-                      page_begin, a.pages.data_ptr(), _address(t.sinks), _address(t.alibi_slopes), _address(t.mask), _address(a.mask_indptr),
-                      _address(t.variant_words), 0, 0) + known[1])
+        launch, tail = known
+        launch(pack(t.q.data_ptr(), t.k_cache.data_ptr(), t.v_cache.data_ptr(), t.out.data_ptr(), _address(t.lse), q_indptr, 0, kv_lens,
+                    items, page_begin, a.pages.data_ptr(), _address(t.sinks), _address(t.alibi_slopes), _address(t.mask),
+                    _address(a.mask_indptr), _address(t.variant_words), 0, 0) + tail)
 
     return run
 
@@ -305,7 +307,8 @@ def coverage() -> Iterable[tuple[Any, Config | None]]:
 
     yield base, None
     yield typed("bf16", causal=True, return_lse=True, head_dim=128, head_dim_v=128), None
-    yield typed("fp16", layout="ragged", window=(30, 5), sinks=True, soft_cap=True, kv_lens=True, head_dim=72, head_dim_v=40, alignment=2), None
+    yield typed("fp16", layout="ragged", window=(30, 5), sinks=True, soft_cap=True, kv_lens=True, head_dim=72, head_dim_v=40,
+                alignment=2), None
     yield typed("bf16", alibi=True, mask="dense", head_dim=192, head_dim_v=128), None
     yield typed("fp64", layout="ragged", mask="packed", causal=True, return_lse=True), None
     yield typed("bf16", block_mask=True, head_dim=256, head_dim_v=256), None
@@ -315,7 +318,8 @@ def coverage() -> Iterable[tuple[Any, Config | None]]:
 def paged_coverage() -> Iterable[tuple[Any, Config | None]]:
     base = PagedAttentionProblem(4, 4, 1, 4000, 32, 8, 128, 128, 16, "bf16", "bf16")
     yield base, None
-    yield replace(base, q_dtype="fp32", kv_dtype="fp32", window=(100, None), soft_cap=True, alibi=True, sinks=True, page_size=5, return_lse=True), None
+    yield replace(base, q_dtype="fp32", kv_dtype="fp32", window=(100, None), soft_cap=True, alibi=True, sinks=True, page_size=5,
+                  return_lse=True), None
     yield replace(base, mask="dense", head_dim=80, head_dim_v=80), None
 
 

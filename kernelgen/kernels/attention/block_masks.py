@@ -11,8 +11,8 @@ from kernelgen.problems.attention import AttentionProblem
 
 
 def read_block_mask(p: AttentionProblem, mask: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, int]]:
-    """(counts, indices, scalars): int32 and contiguous, and their sizes and strides. Raises ShapeError where the mask does not cover a dense
-    call's queries; a row of a ragged one that it does not reach sees nothing."""
+    """(counts, indices, scalars): int32 and contiguous, and their sizes and strides. The blocks of a row are different ones. Raises
+    ShapeError where the mask does not cover a dense call's queries; a row of a ragged one that it does not reach sees nothing."""
     size = mask.block_size
     rows, keys = (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
     if rows < 1 or keys < 1:
