@@ -49,16 +49,15 @@ def without_comments(path: str, text: str) -> str:
 
 
 def strip_modules(folder: Path) -> None:
-    """Lines of modules that hold a comment alone become empty ones: 17 KB of a wheel, and tracebacks name the same lines. Comments stay in a
-    checkout."""
+    """Modules lose their comments, 28 KB of a wheel; lines keep their numbers, which tracebacks name. Comments stay in a checkout."""
     for path in folder.rglob("*.py"):
-        lines = path.read_bytes().splitlines(keepends=True)
-        tokens = tokenize.tokenize(iter(lines).__next__)
-        whole = [t.start[0] for t in tokens if t.type == tokenize.COMMENT and not t.line[: t.start[1]].strip()]
-        for number in whole:
-            lines[number - 1] = b"\n"
-        if whole:
-            path.write_bytes(b"".join(lines))
+        with path.open(encoding="utf-8", newline="\n") as file:
+            lines = file.readlines()
+        comments = [t.start for t in tokenize.generate_tokens(iter(lines).__next__) if t.type == tokenize.COMMENT]
+        for line, column in comments:
+            lines[line - 1] = lines[line - 1][:column].rstrip() + "\n"
+        if comments:
+            path.write_text("".join(lines), encoding="utf-8")
 
 
 def pack_templates(folder: Path) -> None:

@@ -31,8 +31,8 @@ def find(at: cute.Tensor, rows: cute.Tensor, first: Int32, left: Int32, row_unit
 
 
 @cute.jit
-def copy(tile: cute.Pointer, a: cute.Pointer, at: cute.Tensor, copies: Int32, column: Int32, width: Int32, warp: Int32):
-    """128 bytes of each row from byte ``column`` on to a tile's address; zeros behind the ``width`` bytes that a row has."""
+def copy(tile: Int32, a: cute.Pointer, at: cute.Tensor, copies: Int32, column: Int32, width: Int32, warp: Int32):
+    """128 bytes of each row from byte ``column`` on to a tile's shared address; zeros behind the ``width`` bytes that a row has."""
     lane = cute.arch.lane_idx()
     row, chunk = lane // 8, lane % 8
     left = width - column - chunk * 16
@@ -40,7 +40,7 @@ def copy(tile: cute.Pointer, a: cute.Pointer, at: cute.Tensor, copies: Int32, co
     from_column = column // 16
     if left <= 0:
         from_column = Int32(0)  # nothing is read, of an address within the row
-    to = tile.toint() + (cute.size(at) * ROWS * warp + row) * layouts.SWIZZLED_BYTES
+    to = tile + (cute.size(at) * ROWS * warp + row) * layouts.SWIZZLED_BYTES
     even, odd = to + ((chunk ^ row) << 4), to + ((chunk ^ row ^ 4) << 4)
     base = a.toint() + Int64(from_column) * 16
     for i in cutlass.range_constexpr(cute.size(at)):
@@ -58,7 +58,7 @@ def fill(
     """The stages of a tile's steps, by one of the warps; the position behind them. ``tiles``: the first stage's, ``stage_bytes`` apart."""
     for k in cutlass.range((width + layouts.SWIZZLED_BYTES - 1) // layouts.SWIZZLED_BYTES, unroll=1):
         cute.arch.mbarrier_wait(pipelines.empty(barriers, stage, stages), phase ^ 1)
-        copy(tiles + stage * stage_bytes, a, at, copies, k * layouts.SWIZZLED_BYTES, width, warp)
+        copy(tiles.toint() + stage * stage_bytes, a, at, copies, k * layouts.SWIZZLED_BYTES, width, warp)
         cute.arch.cp_async_mbarrier_arrive_noinc(pipelines.full(barriers, stage))
         stage, phase = pipelines.advance(stage, phase, stages)
     return stage, phase

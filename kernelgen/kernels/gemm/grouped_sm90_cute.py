@@ -28,7 +28,15 @@ from kernelgen.variants.traced import ExtraTensor
 from kernelgen.verdicts import Verdict, first_no
 
 _GATES = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
-_ACTIVATIONS: dict[str | None, Callable[[Any], Any]] = {**_PLAIN, "relu2": lambda x: torch.relu(x) * torch.relu(x)}
+_FLOOR = -110.0  # at and below it the smooth activations are 0 in float32, at -inf too: kActivationFloor of activations.cuh
+
+
+def _floored(name: str) -> Callable[[Any], Any]:
+    return lambda x: _PLAIN[name](torch.where(x < _FLOOR, _FLOOR, x))
+
+
+_ACTIVATIONS: dict[str | None, Callable[[Any], Any]] = {
+    **_PLAIN, "relu2": lambda x: torch.relu(x) * torch.relu(x), **{name: _floored(name) for name in ("silu", "gelu", "gelu_tanh")}}
 _SMS = 132  # of an H200, where a target does not say
 _GATHERED_ROWS = 128  # of a tile, whose addresses fit into the registers of the warps that bring them
 
@@ -97,7 +105,8 @@ def epilogue_of(bias: str | None, activation: str | None, gate_up: str, c: str |
         if clamped:
             gate, up = torch.clamp(gate, max=ctx.limit), torch.clamp(up, -ctx.limit, ctx.limit)
         if name == "swiglu_oai":
-            return end(gate * torch.sigmoid(ctx.alpha * gate) * (up + 1), ctx)
+            power = ctx.alpha * gate
+            return end(torch.where(power < _FLOOR, 0.0, gate * torch.sigmoid(power)) * (up + 1), ctx)
         return end(_ACTIVATIONS[_GATES[name]](gate) * up, ctx)
 
     tensors = {key: ExtraTensor(key, _TORCH[dtype], rank) for key, dtype, rank in (

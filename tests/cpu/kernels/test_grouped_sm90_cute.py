@@ -16,7 +16,6 @@ import torch
 from kernelgen import build
 from kernelgen.cache.jobs import build_many
 from kernelgen.dispatch import rules
-from kernelgen.errors import ToolchainMissing
 from kernelgen.kernels.base import families
 from kernelgen.kernels.gemm import grouped_sm90_cute
 from kernelgen.kernels.gemm.dense_sm90_cute import Config
@@ -25,22 +24,14 @@ from kernelgen.problems.gemm import MORE_ACTIVATIONS, GatheredGemmProblem, Group
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
 from kernelgen.tensors import GroupedGemmTensors
+from kernelgen.testing.installed import toolchain_installed
 from kernelgen.testing.sass import loops, sass_of
-from kernelgen.toolchains import toolchain
 
 H200 = replace(Target.parse("sm_90a"), sm_count=132)
 BASE = GroupedGemmProblem(64, 4096, 4096, 7168, "bf16", "bf16", "bf16", b_order="col", batched_b=True)
 
 
-def _installed() -> bool:
-    try:
-        toolchain("cutedsl").identity()
-    except ToolchainMissing:
-        return False
-    return True
-
-
-needs_dsl = pytest.mark.skipif(not _installed(), reason="needs CuTe-DSL")
+needs_dsl = pytest.mark.skipif(not toolchain_installed("cutedsl"), reason="needs CuTe-DSL")
 
 
 def _specs() -> Iterator[tuple[KernelSpec, Any]]:

@@ -78,6 +78,10 @@ inline T changed(unsigned char* at, T (*combine)(T, T), T value) {
   std::memcpy(at, &now, sizeof(T));
   return old;
 }
+template <class T, class... R>
+inline void each_changed(unsigned char* at, T (*combine)(T, T), R... values) {
+  ((changed<T>(at, combine, values), at += sizeof(T)), ...);
+}
 template <class T>
 inline T swapped(unsigned char* at, T expected, T value) {
   T old;
