@@ -163,6 +163,8 @@ RULES: tuple[Rule, ...] = (
     Rule("moe", "flashinfer", 21, "before the oracle alone: it compiles for minutes at its first use, and was not run by this adapter on a "
          "GPU yet", target_kind="cuda"),
     Rule("", "flashinfer", 31, "FlashInfer, whose kernels are compiled for minutes at first use (unmeasured)"),
+    *(Rule(op, "triton", 21, "before the oracle alone: portable, untuned, not run on a GPU yet", target_kind="cuda")
+      for op in ("attention", "paged_attention")),
     Rule("", "triton", 30, "before the oracle: portable, untuned, 8.6 x the time of the best in the mean of 30 products (H200, 2026-11-30, "
          "tools/bench/results/h200_dispatch.json), for what has no kernel elsewhere"),
 )

@@ -135,7 +135,10 @@ _MODULES: dict[str, tuple[str, ...]] = {
 
 
 # op -> (module, name) of the family that dispatch's backend "triton" has for it: portable, behind everything that is written for a GPU.
-_TRITON = {"gemm": ("gemm.product_triton", "FAMILY"), "grouped_gemm": ("gemm.product_triton", "GROUPED")}
+_TRITON = {
+    "attention": ("attention.attention_triton", "FAMILY"), "paged_attention": ("attention.attention_triton", "PAGED"),
+    "gemm": ("gemm.product_triton", "FAMILY"), "grouped_gemm": ("gemm.product_triton", "GROUPED"),
+}
 OURS = ("generated", "triton")  # backends whose kernels are families of ours
 
 
@@ -168,9 +171,10 @@ def family_of(op: str, target_kind: str, name: str) -> KernelFamily | None:
 def division_of(decision: Decision) -> Division | None:
     """How the chosen kernel of a planned problem cuts a batch; None where it does not look at items."""
     chosen = decision.chosen
-    if chosen is None or chosen.backend != "generated":
+    if chosen is None or chosen.backend not in OURS:
         return None
-    family = next(f for f in families(decision.problem.op, decision.target.kind) if f.name == chosen.kernel)
+    kind = decision.target.kind if chosen.backend == "generated" else None
+    family = next(f for f in families(decision.problem.op, kind, chosen.backend) if f.name == chosen.kernel)
     return family.division(decision.problem, decision.target, chosen.config) if family.division else None
 
 

@@ -43,6 +43,7 @@ from kernelgen.problems.attention import AttentionProblem
 from kernelgen.reference.plain import attention_plain, attention_varlen_plain
 from kernelgen.targets import target_of
 from kernelgen.tensors import AttentionTensors
+from kernelgen.testing.attention_calls import NAN, compare_nonfinite
 from kernelgen.testing.data import cu_seqlens, poisoned_empty, random_tensor, random_tensors
 from kernelgen.testing.grouped_products import Grouped, run_grouped
 from kernelgen.testing.mma_products import Product, run_product
@@ -170,6 +171,10 @@ _PYTHON: dict[str, tuple[str, Callable[[], None]]] = {
                                       Cute(2, 2, 128, 5, cluster_m=2, pingpong=True))),
     "cute-gate": ("cutedsl", partial(_product, dense_sm90_cute, Product(130, 528, 400, "bf16", activation="swiglu", c="fp32", beta=0.5),
                                      Cute(1, 2, 256, 4, cluster_n=2))),
+    "triton-attention": ("triton", lambda: compare_nonfinite((40, 250), (215, 230, 247), 64, (NAN, float("inf")), "cuda", seed=1,
+                                                             backend="triton", causal=True, soft_cap=5.0)),
+    "triton-attention-fp32": ("triton", lambda: compare_nonfinite((40, 250), (215, 230, 247), 72, (NAN,), "cuda", seed=2, backend="triton",
+                                                                  dtype=torch.float32, window=(30, 10))),
     "cute-groups": ("cutedsl", partial(_cute_groups, run_grouped,
                                        Product(0, 272, 200, "bf16", activation="swiglu", gate_up="interleaved"))),
     "cute-gathered": ("cutedsl", partial(_cute_groups, run_gathered, Product(0, 136, 200, "bf16"), 40)),
