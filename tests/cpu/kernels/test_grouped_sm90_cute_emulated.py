@@ -34,8 +34,8 @@ GATE = Product(0, 272, 136, "bf16", activation="swiglu", gate_up="interleaved", 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None or not toolchain_installed("cutedsl"), reason="needs g++ and CuTe-DSL")
 
 
-def _load(spec: KernelSpec) -> EmulatedCute:
-    return EmulatedCute(spec, settings().cache_dir / "emulated_ptx", lazy=True, stalls=True, seed=3)
+def _load(spec: KernelSpec, words: tuple[torch.Tensor, ...] = ()) -> EmulatedCute:
+    return EmulatedCute(spec, settings().cache_dir / "emulated_ptx", lazy=True, stalls=True, seed=3, others=words)
 
 
 @pytest.mark.parametrize("run, config", (
@@ -48,7 +48,7 @@ def test_against_the_reference(run: Callable[..., None], config: Config, monkeyp
     words = torch.zeros(2, dtype=torch.int32)
     monkeypatch.setattr(grouped_sm90_cute, "_SMS", 3)
     monkeypatch.setattr(counters, "counter", lambda device: (words.data_ptr(), words))
-    run(FAMILY, HOPPER, _load, config)
+    run(FAMILY, HOPPER, lambda spec: _load(spec, (words,)), config)
     assert words.tolist() == [0, 0], "the counter is left as it was found"
 
 
