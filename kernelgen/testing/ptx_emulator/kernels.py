@@ -95,7 +95,7 @@ def _packed(value: Any, keep: list[Any]) -> _Any:
 @dataclass(frozen=True)
 class EmulatedCute(Emulated):
     """As CuteKernel: ``entry(name)`` gives a function of the arguments that the template gave its entry. The compiled host side runs: it
-    checks them, encodes tensor maps and launches, on a driver of the emulator. ``others``: tensors whose addresses are numbers of a call."""
+    checks them, encodes tensor maps and launches, on a driver of the emulator. ``others``: whose addresses are numbers of a call."""
 
     others: tuple[torch.Tensor, ...] = ()
 
