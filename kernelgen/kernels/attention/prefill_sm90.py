@@ -88,8 +88,8 @@ def legal(problem: AttentionProblem, target: Target, config: Config) -> Verdict:
     return first_no(
         (c.block_k % 16 == 0 and 16 <= c.block_k <= 256, f"block_k {c.block_k} is not a multiple of 16 up to 256"),
         (c.stages >= 2 and c.query_stages in (1, 2), f"{c.stages} stages, at least 2; {c.query_stages} of queries, 1 or 2"),
-        (_tiles(problem, c)[1] <= _MAX_TILES,
-         f"{_tiles(problem, c)[1]} row tiles of {problem.num_q_heads} heads, at most {_MAX_TILES}"),
+        (row_tiles_of(problem, c)[1] <= _MAX_TILES,
+         f"{row_tiles_of(problem, c)[1]} row tiles of {problem.num_q_heads} heads, at most {_MAX_TILES}"),
         (registers <= c.registers, f"config {c} needs about {registers} registers, a consumer has {c.registers}"),
         (c.resident * (shared + _SYSTEM_BYTES) <= target.shared_memory_per_block + _SYSTEM_BYTES,
          f"config {c} needs {shared} bytes of shared memory, {c.resident} times; {target} has {target.shared_memory_per_block}"),
@@ -139,7 +139,7 @@ def spec(problem: AttentionProblem, target: Target, config: Config) -> KernelSpe
     )
 
 
-def _tiles(problem: AttentionProblem, config: Config) -> tuple[int, int]:
+def row_tiles_of(problem: AttentionProblem, config: Config) -> tuple[int, int]:
     """(row tiles of a dense request, row tiles in all; ragged: a bound from Tq alone)."""
     p, tiles = problem, -(-problem.seq_q // config.block_q)
     if p.layout == "ragged":
@@ -157,7 +157,7 @@ def _section(problem: AttentionProblem) -> int:
 
 def scalars_of(problem: AttentionProblem, config: Config, t: AttentionTensors) -> dict[str, int | float]:
     """Everything of Params that is fixed by shapes, strides and scalars."""
-    row_tiles, tiles = _tiles(problem, config)
+    row_tiles, tiles = row_tiles_of(problem, config)
     values = scalars_of_all(problem, t) | {
         "num_q_heads": problem.num_q_heads, "row_tiles": row_tiles, "tiles": tiles, "section": _section(problem)}
     return {name: values[name] for name in PARAMS.scalars}
@@ -170,7 +170,7 @@ def bind(problem: AttentionProblem, config: Config, kernel: Any, tensors: Attent
     check_factor(p, t)
     boxes = [("q", t.q, 64), ("k", t.k, c.block_k), ("v", t.v, c.block_k)] + ([("out", t.out, 64)] if p.layout == "dense" else [])
     maps = [head_map(f"map_{name}", name, x, (_BOX, rows)) for name, x, rows in boxes]
-    blocks = min(_tiles(p, c)[1], (target_of(t.q.device).sm_count or 1) * c.resident)
+    blocks = min(row_tiles_of(p, c)[1], (target_of(t.q.device).sm_count or 1) * c.resident)
     launch = kernel.prepare(device, grid=(blocks, 1, 1), block=(c.threads, 1, 1), programmatic=True, shared_memory=shared_memory(p, c),
                             tensor_maps=maps)
     tail, blank = PARAMS.pack_scalars(scalars_of(p, c, t)), bytes(128 * len(PARAMS.tensor_maps))
