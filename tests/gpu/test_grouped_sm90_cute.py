@@ -20,7 +20,8 @@ from kernelgen.testing.data import poison_, poisoned_empty, random_tensor
 from kernelgen.testing.grouped_products import Grouped, prepared, run_grouped
 from kernelgen.testing.mma_products import Product
 from kernelgen.testing.moe_activations import CASES, run_activation
-from kernelgen.testing.numbered_rows import run_gathered, run_scattered
+from kernelgen.testing.moe_layer import layer
+from kernelgen.testing.numbered_rows import run_gathered, run_layer, run_scattered
 from kernelgen.testing.tolerance import assert_bits_equal, assert_close_to_reference
 from kernelgen.variants.epilogue import trace_epilogue
 
@@ -163,6 +164,12 @@ def test_scattered_rows(config: Config) -> None:
         for product in (Product(0, 136, 200, "bf16"), Product(0, 264, 328, "fp16", out="fp16", bias="fp32", pad=8)):
             case = Grouped("rows", (70, 0, 5, 130), product)
             run_scattered(case, tokens, distinct, FAMILY, target_of("cuda"), build.kernel, config, "cuda")
+
+
+@pytest.mark.parametrize("config", (TURNS, replace(WIDE, dealt=True)), ids=str)
+def test_a_layer(config: Config) -> None:
+    for tokens in (1, 300):
+        run_layer(layer(tokens, 16, 4, 256, 128, device="cuda", seed=tokens), FAMILY, config, target_of("cuda"), build.kernel, build.kernel)
 
 
 def test_a_users_function_and_a_graph() -> None:
