@@ -108,6 +108,11 @@ def every_config() -> list[tuple[int, Config]]:
         (128, Config(2, 128, query_stages=2)), (128, Config(2, 128, out_over_query=True, query_stages=2)),
         (64, Config(3, 96, query_stages=2)), (64, Config(1, 64, 3, query_stages=2)), (128, Config(1, 64, pingpong=False, resident=2)),
         (96, Config(3, 64, pingpong=False, out_over_query=True, query_stages=2)),
+        (128, Config(2, 128, 3, value_stages=2)), (128, Config(2, 128, early_keys=True)),
+        (256, Config(2, 80, out_over_query=True, early_keys=True)), (256, Config(2, 64, 3, out_over_query=True, value_stages=2)),
+        (256, Config(2, 64, 3, out_over_query=True, value_stages=2, early_keys=True)),
+        (64, Config(3, 128, 4, value_stages=3)), (64, Config(3, 128, 3, early_keys=True)),
+        (72, Config(2, 96, 2, value_stages=4, early_keys=True)),
     ]
     return list(dict.fromkeys(rows + others))
 
@@ -133,6 +138,29 @@ def test_every_config(d: int, config: Config, causal: bool) -> None:
     for _ in range(200):
         run(tensors)
     assert_bits_equal(tensors.out, first, what=f"{config}, 201st run")
+
+
+@pytest.mark.parametrize("config", [Config(2, 128), Config(2, 128, early_keys=True)], ids=str)
+@pytest.mark.parametrize("layout", ["dense", "ragged"])
+def test_weights_of_inf_have_scores_made_again(config: Config, layout: str) -> None:
+    """Logits of each tile outgrow those of the tile before by 2^150 and more, in every fourth row."""
+    seed, lens = seed_of("sm90 weights of inf", config, layout), (700, 333)
+    q, k, v = random_tensors([(sum(lens), 4, 104), (sum(lens), 2, 104), (sum(lens), 2, 104)], BF16, seed=seed, device=CUDA)
+    q[::4, :, 103] = 16.0
+    places = torch.cat([torch.arange(n) for n in lens]).to(CUDA)
+    k[:, :, 103] = (-80.0 * (places // 64)).to(BF16)[:, None]
+    lengths = cu_seqlens(lens, CUDA) if layout == "ragged" else None
+    shape = (len(lens), sum(lens), sum(lens)) if lengths is not None else (1, sum(lens), sum(lens))
+    problem = AttentionProblem(layout, *shape, 4, 2, 104, 104, "bf16", "bf16", "bf16", causal=True)
+    out = poisoned_empty(q.shape, BF16, CUDA)
+    given = (q, k, v, out) if lengths is not None else tuple(x.unsqueeze(0) for x in (q, k, v, out))
+    tensors = AttentionTensors(*given, None, 0.125, *((lengths, lengths) if lengths is not None else ()))
+    prefill_sm90.bind(problem, config, build.kernel(prefill_sm90.spec(problem, target_of(CUDA), config)), tensors)(tensors)
+    call = {"causal": True, "scale": 0.125}
+    args = (*given[:3], lengths, lengths) if lengths is not None else given[:3]
+    reference: Any = ref.attention_varlen if lengths is not None else ref.attention
+    exact, plain = reference(*args, **call), reference(*args, **call, compute_dtype=torch.float32, p_dtype=BF16).to(BF16)
+    assert_attention_close(given[3], exact, plain, what=f"{config} {layout}", seed=seed)
 
 
 def test_repeats_in_a_cuda_graph_and_on_two_streams() -> None:

@@ -33,7 +33,7 @@ _RARE = ("sinks", "alibi_slopes", "mask", "mask_indptr", "variant_words")
 PARAMS = ParamStruct((
     *((name, "ptr") for name in (*_CALL, "counter", *_RARE)),
     *((name, "i64") for name in (
-        "out_batch", "out_row", "out_head", "lse_batch", "lse_row", "lse_head", "alibi_batch", "alibi_head",
+        "k_batch", "k_row", "k_head", "out_batch", "out_row", "out_head", "lse_batch", "lse_row", "lse_head", "alibi_batch", "alibi_head",
         "mask_batch", "mask_row", "mask_head", "mask_key")),
     *((name, "i32") for name in (
         "seq_q", "seq_k", "batch", "group_size", "num_q_heads", "row_tiles", "tiles", "section", "window_left", "window_right",
@@ -69,9 +69,9 @@ def shared_memory(problem: AttentionProblem, config: Config) -> int:
     depth, columns = round_up(problem.head_dim, _BOX), round_up(problem.head_dim_v, _BOX)
     queries, out = 64 * 2 * depth, 64 * 2 * columns
     of_consumer = c.query_stages * max(queries, out) if c.out_over_query else c.query_stages * queries + out
-    tiles = c.consumers * of_consumer + c.stages * c.block_k * 2 * (depth + columns)
-    barriers = 16 * c.stages * 2 + 8 * c.stages + 16 * c.consumers * c.query_stages
-    return round_up(round_up(tiles + barriers, 16) + 2 * 16 + 2 * 32 + c.stages * 16, 128)
+    tiles = c.consumers * of_consumer + c.block_k * 2 * (c.stages * depth + c.value_ring * columns)
+    barriers = 16 * c.stages + 24 * c.value_ring + 16 * c.consumers * c.query_stages
+    return round_up(round_up(tiles + barriers, 16) + 2 * 16 + 2 * 32 + c.value_ring * 16, 128)
 
 
 def _registers(problem: AttentionProblem, config: Config) -> int:
@@ -87,7 +87,8 @@ def legal(problem: AttentionProblem, target: Target, config: Config) -> Verdict:
     shared, registers = shared_memory(problem, c), _registers(problem, c)
     return first_no(
         (c.block_k % 16 == 0 and 16 <= c.block_k <= 256, f"block_k {c.block_k} is not a multiple of 16 up to 256"),
-        (c.stages >= 2 and c.query_stages in (1, 2), f"{c.stages} stages, at least 2; {c.query_stages} of queries, 1 or 2"),
+        (min(c.stages, c.value_ring) >= 2 and c.query_stages in (1, 2),
+         f"{c.stages} stages of keys, {c.value_ring} of values, at least 2; {c.query_stages} of queries, 1 or 2"),
         (_tiles(problem, c)[1] <= _MAX_TILES,
          f"{_tiles(problem, c)[1]} row tiles of {problem.num_q_heads} heads, at most {_MAX_TILES}"),
         (registers <= c.registers, f"config {c} needs about {registers} registers, a consumer has {c.registers}"),
@@ -130,7 +131,8 @@ def spec(problem: AttentionProblem, target: Target, config: Config) -> KernelSpe
     tile = mma.Config(c.block_q, c.block_k, 4 * c.consumers, c.stages)
     parameters = mma.options(
         p, tile, ragged=p.layout == "ragged", kv_lens=p.kv_lens, out_element=p.out_dtype, shared_memory=shared_memory(p, c),
-        pingpong=c.pingpong, out_over_query=c.out_over_query, query_stages=c.query_stages, resident=c.resident,
+        value_stages=c.value_ring, early_keys=c.early_keys, pingpong=c.pingpong, out_over_query=c.out_over_query,
+        query_stages=c.query_stages, resident=c.resident,
         mma_columns=" ".join(str(n) for n in sorted({c.block_k, round_up(p.head_dim_v, 16)})))
     words = mma.words_of(parameters, tile)[:-len(str(tile).split())]
     return KernelSpec.make(
@@ -201,6 +203,9 @@ def coverage() -> Iterable[tuple[AttentionProblem, Config | None]]:
     yield replace(base, layout="ragged", head_dim=64, head_dim_v=64, kv_lens=True), None
     yield replace(base, causal=True), Config(1, 128, pingpong=False)
     yield replace(base, causal=True), Config(2, 128, 2, False)
+    yield base, Config(2, 128, 3, value_stages=2)
+    yield base, Config(2, 128, early_keys=True)
+    yield replace(base, head_dim=256, head_dim_v=256), Config(2, 80, out_over_query=True, early_keys=True)
     yield replace(base, alibi=True, sinks=True, causal=True, return_lse=True), None
     yield replace(base, layout="ragged", alibi=True, sinks=True, soft_cap=True, head_dim=64, head_dim_v=64), None
     yield replace(base, mask="dense", head_dim=64, head_dim_v=64), None

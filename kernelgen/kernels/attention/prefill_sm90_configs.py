@@ -12,6 +12,8 @@ class Config:
     consumers       warpgroups that multiply, each with 64 rows of a tile
     block_k         keys of a tile
     stages          slots of the rings of keys and of values
+    value_stages    slots of the ring of values where they are not as many; 0: as of keys
+    early_keys      keys are given back before the softmax: a weight of inf, which has scores made again, reads them from memory
     pingpong        consumers take turns in multiplying, so that one's softmax runs under another's products
     out_over_query  results leave through the queries' memory, which then has to wait for them
     resident        blocks of an SM
@@ -26,11 +28,18 @@ class Config:
     out_over_query: bool = False
     query_stages: int = 1
     resident: int = 1
+    value_stages: int = 0
+    early_keys: bool = False
 
     def __str__(self) -> str:
-        words = f"{self.block_q}x{self.block_k} s{self.stages}" + (" turns" if self.pingpong else "")
+        words = f"{self.block_q}x{self.block_k} s{self.stages}" + (f"+{self.value_stages}" if self.value_stages else "")
+        words += (" early" if self.early_keys else "") + (" turns" if self.pingpong else "")
         words += (" overq" if self.out_over_query else "") + (f" q{self.query_stages}" if self.query_stages > 1 else "")
         return words + (f" r{self.resident}" if self.resident > 1 else "")
+
+    @property
+    def value_ring(self) -> int:
+        return self.value_stages or self.stages
 
     @property
     def block_q(self) -> int:

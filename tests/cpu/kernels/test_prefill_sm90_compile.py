@@ -156,7 +156,8 @@ def test_specs_have_names_of_their_own() -> None:
                                      {"q_dtype": "fp16", "kv_dtype": "fp16", "out_dtype": "fp16"}]
     specs = [_spec(replace(BASE, **change), config) for change in changes]
     specs += [_spec(BASE, c) for c in (Config(1, 64), Config(2, 80), replace(config, stages=3), replace(config, pingpong=False),
-                                       replace(config, out_over_query=True), replace(config, query_stages=2), Config(1, 64, resident=2))]
+                                       replace(config, out_over_query=True), replace(config, query_stages=2), Config(1, 64, resident=2),
+                                       replace(config, value_stages=3), replace(config, early_keys=True))]
     assert len({spec.name for spec in specs}) == len(set(specs)) == len(specs)
 
 
@@ -181,7 +182,8 @@ def test_other_chips_are_refused(arch: str) -> None:
 
 @pytest.mark.parametrize("config, words", [
     (Config(4, 64), "4 consumers"), (Config(1, 64, resident=4), "4 blocks of an SM"), (Config(2, 72), "block_k 72"),
-    (Config(2, 272), "block_k 272"), (Config(2, 64, 1), "1 stages"), (Config(2, 64, query_stages=3), "3 of queries"),
+    (Config(2, 272), "block_k 272"), (Config(2, 64, 1), "1 stages"),
+    (Config(2, 64, 3, value_stages=1), "1 of values"), (Config(2, 64, query_stages=3), "3 of queries"),
     (Config(3, 128), "registers, a consumer has 160"), (Config(2, 128, 4), "bytes of shared memory"),
     (Config(1, 48, resident=3), "3 times"),
 ], ids=str)

@@ -206,7 +206,23 @@ def growing(steps: tuple[float, ...]) -> Change:
     return change
 
 
+def growing_ragged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """The same of RAGGED's requests. Their last values of a row are what boxes of 64 columns cover in part."""
+    q[..., 71] = torch.tensor([8.0, 0.0, -8.0, 1.0])[torch.arange(q.shape[0]) % 4, None]
+    tiles = torch.cat([torch.arange(length) // 32 for length in RAGGED.k_lens])
+    k[: len(tiles), :, 71] = torch.tensor(STEPS)[tiles, None] + 0.25 * k[: len(tiles), :, 71]
+
+
+# Scores made again from keys in memory.
+EARLY = replace(CAUSAL, config=Config(2, 32, 3, value_stages=2, early_keys=True), scale=-0.125)
+RAGGED = Case(Config(3, 32, 2, value_stages=3, early_keys=True), (40, 0, 170), (60, 9, 150), True, (4, 2), (72, 40), "fp16",
+              window=(None, 30), kv_lens=(60, 9, 131))
+
 CHANGES: dict[str, tuple[Case, Change]] = {
+    "growing, keys given back early": (EARLY, growing(tuple(-step for step in STEPS))),
+    "NaN, keys given back early": (EARLY, nonfinite(NAN)),
+    "infinite keys, given back early": (EARLY, infinite_keys),
+    "growing ragged, keys given back early": (RAGGED, growing_ragged),
     "NaN": (CAUSAL, nonfinite(NAN)),
     "inf": (CAUSAL, nonfinite(INF)),
     "all": (STAGES, nonfinite(NAN, INF, -INF)),

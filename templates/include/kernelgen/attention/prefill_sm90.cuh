@@ -5,7 +5,7 @@
 // A block stays on its SM and takes row tiles until there are none (sm90_tiles.cuh). Each consumer has 64 rows of a tile, whole, so that
 // its softmax stays within a warp. Keys are walked from right to left in tiles of kBlockK:
 //
-//   copying warp        keys, then the values of the tile before, into two rings of kStages; the next row tile's queries
+//   copying warp        keys, then the values of the tile before, into two rings; the next row tile's queries
 //   checking warps      values of tiles that some row sees in part, for inf and NaN (sm90_values.cuh)
 //   consumer            S_j = Q K_j^T, and O += P_(j+1) V_(j+1) right behind it; the softmax of S_j runs under the latter, and,
 //                       as consumers take turns (kPingpong), under the products of the others
@@ -44,7 +44,6 @@ struct PrefillSm90 : Sm90Shape<Options> {
   using Shape::kCheckers;
   using Shape::kConsumers;
   using Shape::kPingpong;
-  using Shape::kStages;
   using KeyProduct = Wgmma<T, kBlockK>;
   using ValueProduct = Wgmma<T, Shape::kSplitColumns>;
   using Scores = float[Shape::kScoreCount];
@@ -179,11 +178,32 @@ struct PrefillSm90 : Sm90Shape<Options> {
     }
   }
 
-  // The warp's scores once more, by itself: rows of 16 queries at `queries`.
-  __device__ static void remake_scores(Scores& scores, uint32_t queries, uint32_t keys) {
+  // The warp's scores once more, by itself: rows of 16 queries at `queries`. Keys are still in their stage, or have been given back and come
+  // from memory (kEarlyKeys): then those behind the request's last, which nobody sees, are 0.
+  __device__ static void remake_scores(Scores& scores, uint32_t queries, uint32_t keys, const Params& p, const Work& work, int first_key) {
     const int lane = lane_id();
 #pragma unroll
     for (int i = 0; i < Shape::kScoreCount; ++i) scores[i] = 0.0f;
+    if constexpr (Options::kEarlyKeys) {
+      const T* k = static_cast<const T*>(p.k) + work.request * p.k_batch + Rows::kv_head(p, work) * p.k_head + lane % 4 * 2;
+      // Eight keys at a time: the products under way leave few registers.
+#pragma unroll
+      for (int n = 0; n < kBlockK / 8; ++n) {
+        const int key = first_key + 8 * n + lane / 4;
+        const T* chunk = k + int64_t{work.k_start + key} * p.k_row;
+#pragma unroll 1
+        for (int step = 0; step < Shape::kDepthSteps; ++step, chunk += 16) {
+          uint32_t a[4], b[2] = {0, 0};
+          ldmatrix_x4(a, queries + step / 4 * QueryBox::kBytes + swizzled_chunk(lane % 16, step % 4 * 2 + lane / 16));
+          if (key < work.seq_k) {
+            b[0] = *reinterpret_cast<const uint32_t*>(chunk);
+            if (Options::kHeadDim % 16 == 0 || 16 * step + 8 < Options::kHeadDim) b[1] = *reinterpret_cast<const uint32_t*>(chunk + 8);
+          }
+          mma_m16n8k16<T>(reinterpret_cast<float(&)[4]>(scores[4 * n]), a, b[0], b[1]);
+        }
+      }
+      return;
+    }
 #pragma unroll 1
     for (int step = 0; step < Shape::kDepthSteps; ++step) {
       const int box = step / 4, chunk = step % 4 * 2;
@@ -307,19 +327,25 @@ struct PrefillSm90 : Sm90Shape<Options> {
       // Ends what reads the tile's keys, and after the last tile the queries.
       const auto to_weights = [&](int tile) {
         const float scale = Rule::softmax_scale(p);
+        const int k_stage = k_at.stage;
+        const auto give_keys_back = [&] {
+          keys.release(k_stage);
+          k_at.advance();
+        };
         hold(scores);
+        if constexpr (Options::kEarlyKeys) give_keys_back();
         to_logits(tile);
         bool done = false;
         if (kByReference && softmax.settled) {
           done = softmax.step_by_reference(scores, scale);
           if (!done) {
-            remake_scores(scores, query_tile(shared, q_stage, group) + work.warp % 4 * 16 * kSwizzleRowBytes, key_tile(shared, k_at.stage));
+            remake_scores(scores, query_tile(shared, q_stage, group) + work.warp % 4 * 16 * kSwizzleRowBytes, key_tile(shared, k_stage), p,
+                          work, tile * kBlockK);
             to_logits(tile);
           }
         }
         if (!done) softmax.step_by_maximum(scores, scale);
-        keys.release(k_at.stage);
-        k_at.advance();
+        if constexpr (!Options::kEarlyKeys) give_keys_back();
         if (!Options::kOutOverQuery && tile == span.begin) release_queries(shared, q_stage, group);
       };
 #pragma unroll
@@ -492,7 +518,7 @@ struct PrefillSm90 : Sm90Shape<Options> {
       KeyRing{shared + Shape::kBarriersAt}.init();
       ValueRing{shared + Shape::kValueRingAt}.init();
       typename Shape::Slots{{shared + Shape::kSlotsAt}}.init();
-      for (int stage = 0; stage < kStages; ++stage) barrier_init(checked(shared, stage), max_of(kCheckers, 1));
+      for (int stage = 0; stage < Options::kValueStages; ++stage) barrier_init(checked(shared, stage), max_of(kCheckers, 1));
       for (int i = 0; i < Options::kQueryStages * kConsumers; ++i) {
         barrier_init(queries_full(shared, 0, i), 1);
         barrier_init(queries_empty(shared, 0, i), 4);

@@ -4,6 +4,8 @@
 //   kPingpong      consumers take turns in multiplying
 //   kOutOverQuery  results leave through the queries' memory: there is no room for both
 //   kResident      blocks of an SM: prologue and epilogue of one lie under the products of another
+//   kValueStages   slots of the ring of values; kStages those of keys
+//   kEarlyKeys     keys are given back before the softmax: see remake_scores
 //   kQueryStages   2: the next row tile's queries come while this one's are in use, and its first scores are made beside this one's last product
 #pragma once
 
@@ -20,6 +22,7 @@ struct Sm90Shape : AttentionShape<Options> {
   using typename Base::T;
   using Options::kBlockK;
   using Options::kStages;
+  using Options::kValueStages;
   static constexpr int kConsumers = Options::kWarps / 4;
   static constexpr int kThreads = kWarpgroupThreads * (kConsumers + 1);
   static constexpr int kMathThreads = kWarpgroupThreads * kConsumers;
@@ -42,22 +45,22 @@ struct Sm90Shape : AttentionShape<Options> {
   static constexpr int kOutAt = Options::kQueryStages * kConsumers * kQueryBytes;
   static constexpr int kKeysAt = kOutAt + (Options::kOutOverQuery ? 0 : kConsumers * kOutBytes);
   static constexpr int kValuesAt = kKeysAt + kStages * kKeyBytes;
-  static constexpr int kBarriersAt = kValuesAt + kStages * kValueBytes;
+  static constexpr int kBarriersAt = kValuesAt + kValueStages * kValueBytes;
 
   // Values of keys that a row must not see may be inf or NaN, and 0 * NaN is NaN. Where a tile may have such keys, the warps beside
   // the one that copies look its values through while the scores are being made.
   static constexpr bool kChecks = Base::kMayHide || Options::kRagged || Options::kKvLens;
   static constexpr int kCheckers = kChecks ? 3 : 0;  // warps
   using KeyRing = Pipeline<kStages, Options::kWarps>;
-  using ValueRing = Pipeline<kStages, Options::kWarps + kCheckers>;
+  using ValueRing = Pipeline<kValueStages, Options::kWarps + kCheckers>;
   static constexpr int kReaders = Options::kWarps + kCheckers;
   using Slots = RowTileSlots<kReaders>;
   static constexpr int kValueRingAt = kBarriersAt + KeyRing::kBytes;
   static constexpr int kCheckedAt = kValueRingAt + ValueRing::kBytes;  // barriers: a stage has been looked through
-  static constexpr int kQueriesAt = kCheckedAt + kStages * 8;          // barriers: full and empty of each consumer and stage
+  static constexpr int kQueriesAt = kCheckedAt + kValueStages * 8;     // barriers: full and empty of each consumer and stage
   static constexpr int kSlotsAt = round_up(kQueriesAt + 2 * Options::kQueryStages * kConsumers * 8, 16);
   static constexpr int kFlagsAt = kSlotsAt + Slots::kBytes;            // of each stage and checking warp: not finite
-  static constexpr int kSharedBytes = round_up(kFlagsAt + kStages * 4 * 4, 128);
+  static constexpr int kSharedBytes = round_up(kFlagsAt + kValueStages * 4 * 4, 128);
 
   // A warpgroup begins with what a launch of kThreads gives each; the copying one leaves most of it to the others.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * Options::kResident) / 8 * 8;
