@@ -89,6 +89,9 @@ def legal(problem: AttentionProblem, target: Target, config: Config) -> Verdict:
         (c.block_k % 16 == 0 and 16 <= c.block_k <= 256, f"block_k {c.block_k} is not a multiple of 16 up to 256"),
         (min(c.stages, c.value_ring) >= 2 and c.query_stages in (1, 2),
          f"{c.stages} stages of keys, {c.value_ring} of values, at least 2; {c.query_stages} of queries, 1 or 2"),
+        (c.diagonal in (0, 1) or (c.diagonal == 2 and c.block_k % 32 == 0),
+         f"diagonal {c.diagonal} beside {c.block_k} keys: 0, 1, or 2 beside a multiple of 32"),
+        (c.diagonal == 0 or c.query_stages == 1, f"diagonal {c.diagonal} beside {c.query_stages} stages of queries"),
         (_tiles(problem, c)[1] <= _MAX_TILES,
          f"{_tiles(problem, c)[1]} row tiles of {problem.num_q_heads} heads, at most {_MAX_TILES}"),
         (registers <= c.registers, f"config {c} needs about {registers} registers, a consumer has {c.registers}"),
@@ -132,8 +135,8 @@ def spec(problem: AttentionProblem, target: Target, config: Config) -> KernelSpe
     parameters = mma.options(
         p, tile, ragged=p.layout == "ragged", kv_lens=p.kv_lens, out_element=p.out_dtype, shared_memory=shared_memory(p, c),
         value_stages=c.value_ring, early_keys=c.early_keys, pingpong=c.pingpong, out_over_query=c.out_over_query,
-        query_stages=c.query_stages, resident=c.resident,
-        mma_columns=" ".join(str(n) for n in sorted({c.block_k, round_up(p.head_dim_v, 16)})))
+        query_stages=c.query_stages, resident=c.resident, diagonal=c.diagonal,
+        mma_columns=" ".join(str(n) for n in sorted({c.block_k, c.block_k // (2 if c.diagonal == 2 else 1), round_up(p.head_dim_v, 16)})))
     words = mma.words_of(parameters, tile)[:-len(str(tile).split())]
     return KernelSpec.make(
         "_".join([ENTRY, *words, *str(c).split()]), "attention/prefill_sm90.cu.jinja", "nvrtc", parameters,

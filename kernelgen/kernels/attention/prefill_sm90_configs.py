@@ -17,6 +17,8 @@ class Config:
     pingpong        consumers take turns in multiplying, so that one's softmax runs under another's products
     out_over_query  results leave through the queries' memory, which then has to wait for them
     resident        blocks of an SM
+    diagonal        where rows end to see keys by position: 1 a consumer leaves out tiles that none of its own rows sees, 2 and makes half
+                    of the scores of the last one where they see no more; 0 neither
     query_stages    2: the next row tile's queries come while this one's are in use, and its first scores are made beside this one's last
                     product
     """
@@ -30,10 +32,12 @@ class Config:
     resident: int = 1
     value_stages: int = 0
     early_keys: bool = False
+    diagonal: int = 0
 
     def __str__(self) -> str:
         words = f"{self.block_q}x{self.block_k} s{self.stages}" + (f"+{self.value_stages}" if self.value_stages else "")
-        words += (" early" if self.early_keys else "") + (" turns" if self.pingpong else "")
+        words += (" early" if self.early_keys else "") + (f" diag{self.diagonal}" if self.diagonal else "")
+        words += " turns" if self.pingpong else ""
         words += (" overq" if self.out_over_query else "") + (f" q{self.query_stages}" if self.query_stages > 1 else "")
         return words + (f" r{self.resident}" if self.resident > 1 else "")
 

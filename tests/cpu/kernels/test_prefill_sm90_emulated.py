@@ -149,7 +149,15 @@ def run(case: Case, folder: Path, device: Callable[[int], None], *, lazy: bool, 
 
 CAUSAL = Case(Config(2, 32), (150, 150), (170, 170), causal=True)
 STAGES = Case(Config(3, 48, query_stages=2), (170, 170, 170), (120, 120, 120), dtype="fp16", causal=True, kv_lens=(120, 0, 33))
+# Consumers without keys of their own in some of a row tile's, and with half of them.
+HALVES = Case(Config(3, 64, diagonal=2), (250, 250), (230, 230), causal=True)
+EDGES = Case(Config(2, 32, diagonal=2, early_keys=True), (300, 0, 1, 130), (310, 90, 40, 100), True, dims=(72, 64), dtype="fp16",
+             window=(45, 7), kv_lens=(310, 60, 40, 100))
 CASES = {
+    "own tiles": HALVES,
+    "own tiles, more keys, no turns": replace(HALVES, config=Config(3, 48, pingpong=False, diagonal=1), q_lens=(110,), k_lens=(290,),
+                                              blocks=1),
+    "own tiles of a window": EDGES,
     "causal": CAUSAL,
     "causal, rows without keys": replace(CAUSAL, q_lens=(200,), k_lens=(90,), blocks=1),
     "causal, a negative scale": replace(CAUSAL, scale=-0.3),
@@ -182,6 +190,11 @@ def nonfinite(*values: float) -> Change:
         k[:, 105, 0, 5] = NAN
 
     return change
+
+
+def nonfinite_ragged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    for i in range(0, v.shape[0], 11):
+        v[i, 0, 13 * i % v.shape[-1]] = (NAN, INF, -INF)[i % 3]
 
 
 def infinite_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -227,6 +240,9 @@ CHANGES: dict[str, tuple[Case, Change]] = {
     "inf": (CAUSAL, nonfinite(INF)),
     "all": (STAGES, nonfinite(NAN, INF, -INF)),
     "infinite keys": (CAUSAL, infinite_keys),
+    "own tiles, NaN": (HALVES, nonfinite(NAN, INF)),
+    "own tiles, growing": (HALVES, growing((*STEPS, -40.0, -41.0))),
+    "own tiles of a window, inf": (EDGES, nonfinite_ragged),
     "growing": (CAUSAL, growing(STEPS)),
     "growing, rows without keys": (replace(CAUSAL, q_lens=(200,), k_lens=(170,)), growing(STEPS)),
     "growing fp16": (replace(STAGES, kv_lens=(120, 100, 120)), growing(SMALL_STEPS)),

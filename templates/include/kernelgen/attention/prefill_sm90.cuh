@@ -44,9 +44,10 @@ struct PrefillSm90 : Sm90Shape<Options> {
   using Shape::kCheckers;
   using Shape::kConsumers;
   using Shape::kPingpong;
-  using KeyProduct = Wgmma<T, kBlockK>;
   using ValueProduct = Wgmma<T, Shape::kSplitColumns>;
   using Scores = float[Shape::kScoreCount];
+  template <int Keys>
+  using PartScores = float[Keys / 2];
   using Output = float[Shape::kOutputCount];
   using Weights = uint32_t[Shape::kKeySteps][4];
   // Logits that are made one by one have registers for nothing else.
@@ -67,6 +68,18 @@ struct PrefillSm90 : Sm90Shape<Options> {
     const Interval first = Rows::visible_keys(p, work, work.first_query);
     const Interval last = Rows::visible_keys(p, work, Rows::last_query(p, work, Shape::kBlockQ));
     return {first.first / kBlockK, ceil_div(last.last, kBlockK), {last.first, first.last}};
+  }
+
+  // Of these tiles the ones that a consumer's own rows see, at least one: `whole` is of its rows, and `last` is the last row's last key.
+  struct OwnSpan : Span {
+    int last;
+  };
+  __device__ static OwnSpan own_span(const Params& p, const Work& work, const Span& span, int group) {
+    if constexpr (!Shape::kOwnTiles) return {span, 0};
+    const int row = work.first_query + group * kMmaRows;
+    const Interval first = Rows::visible_keys(p, work, row), last = Rows::visible_keys(p, work, min(row + kMmaRows, work.seq_q) - 1);
+    const int begin = max(min(first.first / kBlockK, span.end - 1), span.begin);
+    return {{begin, max(min(ceil_div(last.last, kBlockK), span.end), begin + 1), {last.first, first.last}}, last.last};
   }
 
   using QueryAt = RingPosition<Options::kQueryStages>;
@@ -170,10 +183,12 @@ struct PrefillSm90 : Sm90Shape<Options> {
 
   // ---- A consumer ---------------------------------------------------------------------------------------------------
 
-  __device__ static void multiply_keys(Scores& scores, uint32_t queries, uint32_t keys) {
+  // By the first `Keys` keys of a tile.
+  template <int Keys>
+  __device__ static void multiply_keys(PartScores<Keys>& scores, uint32_t queries, uint32_t keys) {
 #pragma unroll
     for (int step = 0; step < Shape::kDepthSteps; ++step) {
-      KeyProduct::template shared<0, 0>(scores, QueryBox::descriptor(queries + step / 4 * QueryBox::kBytes, 0, step % 4),
+      Wgmma<T, Keys>::template shared<0, 0>(scores, QueryBox::descriptor(queries + step / 4 * QueryBox::kBytes, 0, step % 4),
                                         KeyBox::descriptor(keys + step / 4 * KeyBox::kBytes, 0, step % 4), step > 0);
     }
   }
@@ -278,6 +293,7 @@ struct PrefillSm90 : Sm90Shape<Options> {
     Work work;
     work.warp = warp_id();
     Span span;
+    PartScores<Shape::kHalfK>& half_scores = reinterpret_cast<PartScores<Shape::kHalfK>&>(scores);
 
     const auto wait_queries = [&] {
       keys.wait_full(k_at);
@@ -285,7 +301,7 @@ struct PrefillSm90 : Sm90Shape<Options> {
       if (edited) edit_queries(p, query_tile(shared, q_at.stage, group), group);
     };
     const auto start_scores = [&](int stage) {
-      multiply_keys(scores, query_tile(shared, stage, group), key_tile(shared, k_at.stage));
+      multiply_keys<kBlockK>(scores, query_tile(shared, stage, group), key_tile(shared, k_at.stage));
       wgmma_commit();
     };
     const auto start_output = [&] {
@@ -309,6 +325,24 @@ struct PrefillSm90 : Sm90Shape<Options> {
       }
     };
 
+    const auto give_keys_back = [&] {
+      keys.release(k_at.stage);
+      k_at.advance();
+    };
+    // Tiles that only other consumers' rows see are given back, and turns and checks keep their order.
+    const auto pass_over_keys = [&] {
+      keys.wait_full(k_at);
+      give_keys_back();
+    };
+    const auto pass_over_values = [&](int tile) {
+      wait_values(tile);
+      end_output();
+    };
+    const auto pass_turn = [&] {
+      take_turn(group);
+      give_turn(group);
+    };
+
     if constexpr (kCarries) {
       if (!next_tile(p, tiles, work, span)) return;
       wait_queries();
@@ -320,18 +354,15 @@ struct PrefillSm90 : Sm90Shape<Options> {
       if constexpr (!kCarries) {
         if (!next_tile(p, tiles, work, span)) return;
       }
+      const OwnSpan own = own_span(p, work, span, group);
       DeferredSoftmax<Shape> softmax;
       const auto to_logits = [&](int tile) {
-        Rule::apply(reinterpret_cast<typename Shape::Scores&>(scores), p, work, tile * kBlockK, span.partial(tile), 0u);
+        Rule::apply(reinterpret_cast<typename Shape::Scores&>(scores), p, work, tile * kBlockK, own.partial(tile), 0u);
       };
       // Ends what reads the tile's keys, and after the last tile the queries.
       const auto to_weights = [&](int tile) {
         const float scale = Rule::softmax_scale(p);
         const int k_stage = k_at.stage;
-        const auto give_keys_back = [&] {
-          keys.release(k_stage);
-          k_at.advance();
-        };
         hold(scores);
         if constexpr (Options::kEarlyKeys) give_keys_back();
         to_logits(tile);
@@ -346,23 +377,44 @@ struct PrefillSm90 : Sm90Shape<Options> {
         }
         if (!done) softmax.step_by_maximum(scores, scale);
         if constexpr (!Options::kEarlyKeys) give_keys_back();
-        if (!Options::kOutOverQuery && tile == span.begin) release_queries(shared, q_stage, group);
+        if (!Options::kOutOverQuery && tile == own.begin) release_queries(shared, q_stage, group);
       };
 #pragma unroll
       for (int i = 0; i < Shape::kOutputCount; ++i) output[i] = 0.0f;
       int tile = span.end - 1;
       q_stage = q_at.stage;
-      if constexpr (!kCarries) {
-        wait_queries();
+      if constexpr (Shape::kOwnTiles) {
+        for (; tile >= own.end; --tile) {
+          pass_over_keys();
+          pass_over_values(tile);
+          pass_turn();
+        }
+      }
+      if constexpr (!kCarries) wait_queries();
+      if (Shape::kHalves && own.last - tile * kBlockK <= Shape::kHalfK) {
         wgmma_fence();
-        start_scores(q_stage);
+        multiply_keys<Shape::kHalfK>(half_scores, query_tile(shared, q_stage, group), key_tile(shared, k_at.stage));
+        wgmma_commit();
         wgmma_wait<0>();
+        hold(half_scores);
+        give_keys_back();
+        using Half = PartShape<Shape, Shape::kHalfK>;
+        Rules<Half, Rows>::apply(reinterpret_cast<typename Half::Scores&>(scores), p, work, tile * kBlockK, true, 0u);
+        softmax.step_by_maximum(half_scores, Rule::softmax_scale(p));
+        if (!Options::kOutOverQuery && tile == own.begin) release_queries(shared, q_stage, group);
+        softmax.pack(weights, half_scores);
+      } else {
+        if constexpr (!kCarries) {
+          wgmma_fence();
+          start_scores(q_stage);
+          wgmma_wait<0>();
+        }
+        to_weights(tile);
+        softmax.pack(weights, scores);
       }
       q_at.advance();
-      to_weights(tile);
-      softmax.pack(weights, scores);
 
-      for (--tile; tile >= span.begin; --tile) {
+      for (--tile; tile >= own.begin; --tile) {
         keys.wait_full(k_at);
         wait_values(tile + 1);
         take_turn(group);
@@ -380,7 +432,7 @@ struct PrefillSm90 : Sm90Shape<Options> {
         softmax.rescale(output);
       }
 
-      wait_values(span.begin);
+      wait_values(own.begin);
       if constexpr (kCarries) {
         Work next;
         Span next_span;
@@ -413,6 +465,13 @@ struct PrefillSm90 : Sm90Shape<Options> {
         start_output();
         wgmma_wait<0>();
         end_output();
+        if constexpr (Shape::kOwnTiles) {
+          for (tile = own.begin - 1; tile >= span.begin; --tile) {
+            pass_over_keys();
+            pass_turn();
+            pass_over_values(tile);
+          }
+        }
         store(p, work, output, softmax, shared, q_stage, group);
       }
     }

@@ -6,6 +6,8 @@
 //   kResident      blocks of an SM: prologue and epilogue of one lie under the products of another
 //   kValueStages   slots of the ring of values; kStages those of keys
 //   kEarlyKeys     keys are given back before the softmax: see remake_scores
+//   kDiagonal      at the ends of what rows see by position: 0 every consumer multiplies every tile, 1 it leaves out tiles that none of its own
+//                  rows sees, 2 and makes half of the scores of the last one where they see no more
 //   kQueryStages   2: the next row tile's queries come while this one's are in use, and its first scores are made beside this one's last product
 #pragma once
 
@@ -68,10 +70,22 @@ struct Sm90Shape : AttentionShape<Options> {
   static constexpr int kConsumerRegisters =
       min_of(240, (min_of(kLaunchRegisters, 240) * (kConsumers + 1) - kProducerRegisters) / kConsumers / 8 * 8);
 
+  static constexpr bool kOwnTiles = Options::kDiagonal > 0 && Base::kWindowed;
+  static constexpr bool kHalves = Options::kDiagonal > 1 && Base::kWindowed;
+  static constexpr int kHalfK = kHalves ? kBlockK / 2 : kBlockK;
+  static_assert(kHalfK % 16 == 0 && !(kOwnTiles && kCarries), "half a tile is whole k16 steps");
+
   static constexpr int kDepthSteps = Base::kDepth / 16;
   static constexpr int kKeySteps = kBlockK / 16;
   static constexpr int kScoreCount = kBlockK / 2;             // of a lane
   static constexpr int kOutputCount = Base::kSplitColumns / 2;  // of a lane
+};
+
+// The shape of `Keys` keys of a tile.
+template <class Shape, int Keys>
+struct PartShape : Shape {
+  static constexpr int kKeyTiles = Keys / 8;
+  using Scores = float[Shape::kRowTiles][kKeyTiles][4];
 };
 
 // Named barriers; 0 is __syncthreads.

@@ -14,7 +14,6 @@ namespace kernelgen {
 
 template <class Shape>
 struct DeferredSoftmax {
-  static constexpr int kCount = Shape::kScoreCount;
   static constexpr float kMost = 1024.0f;  // of a lane's weights of a tile and row: far below where fp16 ends
   float maxima[2] = {-infinity(), -infinity()}, sums[2] = {0.0f, 0.0f};  // references, as base-2 exponents
   float factors[2];
@@ -22,6 +21,7 @@ struct DeferredSoftmax {
   bool settled = false;  // of the warp: every row has a reference
 
   // scores[4 n + 2 r + e]: row r, column 8 n + e of the lane's. Their references are the maxima so far.
+  template <int kCount>
   __device__ void step_by_maximum(float (&scores)[kCount], float scale) {
     float top[2][2], part[2];
 #pragma unroll
@@ -42,6 +42,7 @@ struct DeferredSoftmax {
   }
 
   // False, with nothing but the scores changed: some weight is inf.
+  template <int kCount>
   __device__ bool step_by_reference(float (&scores)[kCount], float scale) {
     float part[2];
     weigh(scores, part, scale);
@@ -66,10 +67,13 @@ struct DeferredSoftmax {
     return true;
   }
 
-  // P as the A operand of 16 keys: rows and column pairs are where the scores were.
+  // P as the A operand of 16 keys: rows and column pairs are where the scores were. Keys that have no scores weigh nothing.
+  template <int kCount>
   __device__ static void pack(uint32_t (&weights)[Shape::kKeySteps][4], const float (&scores)[kCount]) {
 #pragma unroll
-    for (int i = 0; i < Shape::kKeySteps * 4; ++i) weights[i / 4][i % 4] = pack_pair<typename Shape::T>(scores[2 * i], scores[2 * i + 1]);
+    for (int i = 0; i < Shape::kKeySteps * 4; ++i) {
+      weights[i / 4][i % 4] = 2 * i < kCount ? pack_pair<typename Shape::T>(scores[2 * i % kCount], scores[(2 * i + 1) % kCount]) : 0u;
+    }
   }
 
   __device__ void rescale(float (&output)[Shape::kOutputCount]) const {
@@ -87,6 +91,7 @@ struct DeferredSoftmax {
   }
 
   // Scores to weights; the lane's sums by row, each in two chains.
+  template <int kCount>
   __device__ void weigh(float (&scores)[kCount], float (&part)[2], float scale) const {
     float reference[2], added[2][2] = {};
 #pragma unroll
