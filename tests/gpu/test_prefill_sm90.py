@@ -113,6 +113,11 @@ def every_config() -> list[tuple[int, Config]]:
         (256, Config(2, 64, 3, out_over_query=True, value_stages=2, early_keys=True)),
         (64, Config(3, 128, 4, value_stages=3)), (64, Config(3, 128, 3, early_keys=True)),
         (72, Config(2, 96, 2, value_stages=4, early_keys=True)),
+        (64, Config(3, 128, diagonal=1)), (64, Config(3, 128, diagonal=2)), (128, Config(2, 128, diagonal=2)),
+        (64, Config(3, 128, polynomial=4)),
+        (128, Config(2, 128, 3, value_stages=2, diagonal=2)), (256, Config(2, 80, out_over_query=True, early_keys=True, diagonal=1)),
+        (64, Config(3, 128, 3, early_keys=True, diagonal=2, polynomial=3)),
+        (40, Config(1, 64, 3, False, resident=3, diagonal=2, polynomial=2)),
     ]
     return list(dict.fromkeys(rows + others))
 
@@ -140,7 +145,8 @@ def test_every_config(d: int, config: Config, causal: bool) -> None:
     assert_bits_equal(tensors.out, first, what=f"{config}, 201st run")
 
 
-@pytest.mark.parametrize("config", [Config(2, 128), Config(2, 128, early_keys=True)], ids=str)
+@pytest.mark.parametrize("config", [Config(2, 128), Config(2, 128, early_keys=True), Config(2, 96, polynomial=2),
+                                    Config(2, 64, early_keys=True, diagonal=2, polynomial=4)], ids=str)
 @pytest.mark.parametrize("layout", ["dense", "ragged"])
 def test_weights_of_inf_have_scores_made_again(config: Config, layout: str) -> None:
     """Logits of each tile outgrow those of the tile before by 2^150 and more, in every fourth row."""
@@ -148,6 +154,7 @@ def test_weights_of_inf_have_scores_made_again(config: Config, layout: str) -> N
     q, k, v = random_tensors([(sum(lens), 4, 104), (sum(lens), 2, 104), (sum(lens), 2, 104)], BF16, seed=seed, device=CUDA)
     q[::4, :, 103] = 16.0
     places = torch.cat([torch.arange(n) for n in lens]).to(CUDA)
+    k[5, 1, 2] = NAN  # of another head, behind the last value of a row
     k[:, :, 103] = (-80.0 * (places // 64)).to(BF16)[:, None]
     lengths = cu_seqlens(lens, CUDA) if layout == "ragged" else None
     shape = (len(lens), sum(lens), sum(lens)) if lengths is not None else (1, sum(lens), sum(lens))

@@ -91,6 +91,8 @@ def legal(problem: AttentionProblem, target: Target, config: Config) -> Verdict:
          f"{c.stages} stages of keys, {c.value_ring} of values, at least 2; {c.query_stages} of queries, 1 or 2"),
         (c.diagonal in (0, 1) or (c.diagonal == 2 and c.block_k % 32 == 0),
          f"diagonal {c.diagonal} beside {c.block_k} keys: 0, 1, or 2 beside a multiple of 32"),
+        (c.polynomial in (0, 2, 3, 4), f"every {c.polynomial}th exponential by a polynomial: 2, 3 or 4, or 0 for none"),
+        (not (c.polynomial and problem.return_lse), "polynomials are not exact enough for an LSE"),
         (c.diagonal == 0 or c.query_stages == 1, f"diagonal {c.diagonal} beside {c.query_stages} stages of queries"),
         (_tiles(problem, c)[1] <= _MAX_TILES,
          f"{_tiles(problem, c)[1]} row tiles of {problem.num_q_heads} heads, at most {_MAX_TILES}"),
@@ -135,7 +137,7 @@ def spec(problem: AttentionProblem, target: Target, config: Config) -> KernelSpe
     parameters = mma.options(
         p, tile, ragged=p.layout == "ragged", kv_lens=p.kv_lens, out_element=p.out_dtype, shared_memory=shared_memory(p, c),
         value_stages=c.value_ring, early_keys=c.early_keys, pingpong=c.pingpong, out_over_query=c.out_over_query,
-        query_stages=c.query_stages, resident=c.resident, diagonal=c.diagonal,
+        query_stages=c.query_stages, resident=c.resident, diagonal=c.diagonal, polynomial=c.polynomial,
         mma_columns=" ".join(str(n) for n in sorted({c.block_k, c.block_k // (2 if c.diagonal == 2 else 1), round_up(p.head_dim_v, 16)})))
     words = mma.words_of(parameters, tile)[:-len(str(tile).split())]
     return KernelSpec.make(
@@ -207,6 +209,8 @@ def coverage() -> Iterable[tuple[AttentionProblem, Config | None]]:
     yield replace(base, causal=True), Config(1, 128, pingpong=False)
     yield replace(base, causal=True), Config(2, 128, 2, False)
     yield base, Config(2, 128, 3, value_stages=2)
+    yield replace(base, causal=True), Config(2, 128, diagonal=2)
+    yield replace(base, causal=True, head_dim=64, head_dim_v=64), Config(3, 128, diagonal=2, polynomial=4)
     yield base, Config(2, 128, early_keys=True)
     yield replace(base, head_dim=256, head_dim_v=256), Config(2, 80, out_over_query=True, early_keys=True)
     yield replace(base, alibi=True, sinks=True, causal=True, return_lse=True), None

@@ -19,6 +19,7 @@ class Config:
     resident        blocks of an SM
     diagonal        where rows end to see keys by position: 1 a consumer leaves out tiles that none of its own rows sees, 2 and makes half
                     of the scores of the last one where they see no more; 0 neither
+    polynomial      every so many-th exponential is made by multiplications: 2, 3, 4; 0 for none
     query_stages    2: the next row tile's queries come while this one's are in use, and its first scores are made beside this one's last
                     product
     """
@@ -33,10 +34,12 @@ class Config:
     value_stages: int = 0
     early_keys: bool = False
     diagonal: int = 0
+    polynomial: int = 0
 
     def __str__(self) -> str:
         words = f"{self.block_q}x{self.block_k} s{self.stages}" + (f"+{self.value_stages}" if self.value_stages else "")
         words += (" early" if self.early_keys else "") + (f" diag{self.diagonal}" if self.diagonal else "")
+        words += f" poly{self.polynomial}" if self.polynomial else ""
         words += " turns" if self.pingpong else ""
         words += (" overq" if self.out_over_query else "") + (f" q{self.query_stages}" if self.query_stages > 1 else "")
         return words + (f" r{self.resident}" if self.resident > 1 else "")

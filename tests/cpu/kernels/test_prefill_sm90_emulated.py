@@ -158,6 +158,8 @@ CASES = {
     "own tiles, more keys, no turns": replace(HALVES, config=Config(3, 48, pingpong=False, diagonal=1), q_lens=(110,), k_lens=(290,),
                                               blocks=1),
     "own tiles of a window": EDGES,
+    "every second exponential a polynomial": Case(Config(1, 64, polynomial=2), (70,), (300,), dtype="fp16", window=(200, None),
+                                                  lse=False),
     "causal": CAUSAL,
     "causal, rows without keys": replace(CAUSAL, q_lens=(200,), k_lens=(90,), blocks=1),
     "causal, a negative scale": replace(CAUSAL, scale=-0.3),
@@ -231,6 +233,8 @@ EARLY = replace(CAUSAL, config=Config(2, 32, 3, value_stages=2, early_keys=True)
 RAGGED = Case(Config(3, 32, 2, value_stages=3, early_keys=True), (40, 0, 170), (60, 9, 150), True, (4, 2), (72, 40), "fp16",
               window=(None, 30), kv_lens=(60, 9, 131))
 
+POLYNOMIALS = replace(CAUSAL, config=Config(2, 32, polynomial=3), lse=False)
+
 CHANGES: dict[str, tuple[Case, Change]] = {
     "growing, keys given back early": (EARLY, growing(tuple(-step for step in STEPS))),
     "NaN, keys given back early": (EARLY, nonfinite(NAN)),
@@ -240,6 +244,9 @@ CHANGES: dict[str, tuple[Case, Change]] = {
     "inf": (CAUSAL, nonfinite(INF)),
     "all": (STAGES, nonfinite(NAN, INF, -INF)),
     "infinite keys": (CAUSAL, infinite_keys),
+    "polynomials, growing": (POLYNOMIALS, growing(STEPS)),
+    "polynomials, NaN": (POLYNOMIALS, nonfinite(NAN)),
+    "polynomials, infinite keys": (POLYNOMIALS, infinite_keys),
     "own tiles, NaN": (HALVES, nonfinite(NAN, INF)),
     "own tiles, growing": (HALVES, growing((*STEPS, -40.0, -41.0))),
     "own tiles of a window, inf": (EDGES, nonfinite_ragged),

@@ -8,6 +8,7 @@
 //   kEarlyKeys     keys are given back before the softmax: see remake_scores
 //   kDiagonal      at the ends of what rows see by position: 0 every consumer multiplies every tile, 1 it leaves out tiles that none of its own
 //                  rows sees, 2 and makes half of the scores of the last one where they see no more
+//   kPolynomial    every so many-th exponential is a polynomial: see sm90_softmax.cuh; 0: none
 //   kQueryStages   2: the next row tile's queries come while this one's are in use, and its first scores are made beside this one's last product
 #pragma once
 
