@@ -68,7 +68,7 @@ def shared_memory(problem: AttentionProblem, config: Config) -> int:
     c = config
     depth, columns = round_up(problem.head_dim, _BOX), round_up(problem.head_dim_v, _BOX)
     queries, out = 64 * 2 * depth, 64 * 2 * columns
-    of_consumer = c.query_stages * max(queries, out) if c.out_over_query else c.query_stages * queries + out
+    of_consumer = c.query_stages * max(queries, out) if c.out_over_query else c.query_stages * queries + out // c.out_parts
     tiles = c.consumers * of_consumer + c.block_k * 2 * (c.stages * depth + c.value_ring * columns)
     barriers = 16 * c.stages + 24 * c.value_ring + 16 * c.consumers * c.query_stages
     return round_up(round_up(tiles + barriers, 16) + 2 * 16 + 2 * 32 + c.value_ring * 16, 128)
@@ -92,6 +92,8 @@ def legal(problem: AttentionProblem, target: Target, config: Config) -> Verdict:
         (c.diagonal in (0, 1) or (c.diagonal == 2 and c.block_k % 32 == 0),
          f"diagonal {c.diagonal} beside {c.block_k} keys: 0, 1, or 2 beside a multiple of 32"),
         (c.polynomial in (0, 2, 3, 4), f"every {c.polynomial}th exponential by a polynomial: 2, 3 or 4, or 0 for none"),
+        (c.out_parts in (1, 2) and (c.out_parts == 1 or (not c.out_over_query and round_up(problem.head_dim_v, _BOX) % (2 * _BOX) == 0)),
+         f"{c.out_parts} parts of results of {problem.head_dim_v} columns: 1, or 2 of whole boxes of {_BOX} beside the queries"),
         (not (c.polynomial and problem.return_lse), "polynomials are not exact enough for an LSE"),
         (c.diagonal == 0 or c.query_stages == 1, f"diagonal {c.diagonal} beside {c.query_stages} stages of queries"),
         (_tiles(problem, c)[1] <= _MAX_TILES,
@@ -138,6 +140,7 @@ def spec(problem: AttentionProblem, target: Target, config: Config) -> KernelSpe
         p, tile, ragged=p.layout == "ragged", kv_lens=p.kv_lens, out_element=p.out_dtype, shared_memory=shared_memory(p, c),
         value_stages=c.value_ring, early_keys=c.early_keys, pingpong=c.pingpong, out_over_query=c.out_over_query,
         query_stages=c.query_stages, resident=c.resident, diagonal=c.diagonal, polynomial=c.polynomial,
+        out_parts=c.out_parts,
         mma_columns=" ".join(str(n) for n in sorted({c.block_k, c.block_k // (2 if c.diagonal == 2 else 1), round_up(p.head_dim_v, 16)})))
     words = mma.words_of(parameters, tile)[:-len(str(tile).split())]
     return KernelSpec.make(
@@ -213,6 +216,7 @@ def coverage() -> Iterable[tuple[AttentionProblem, Config | None]]:
     yield replace(base, causal=True, head_dim=64, head_dim_v=64), Config(3, 128, diagonal=2, polynomial=4)
     yield base, Config(2, 128, early_keys=True)
     yield replace(base, head_dim=256, head_dim_v=256), Config(2, 80, out_over_query=True, early_keys=True)
+    yield replace(base, head_dim=256, head_dim_v=256, causal=True), Config(2, 64, early_keys=True, diagonal=1, out_parts=2)
     yield replace(base, alibi=True, sinks=True, causal=True, return_lse=True), None
     yield replace(base, layout="ragged", alibi=True, sinks=True, soft_cap=True, head_dim=64, head_dim_v=64), None
     yield replace(base, mask="dense", head_dim=64, head_dim_v=64), None

@@ -16,6 +16,7 @@ class Config:
     early_keys      keys are given back before the softmax: a weight of inf, which has scores made again, reads them from memory
     pingpong        consumers take turns in multiplying, so that one's softmax runs under another's products
     out_over_query  results leave through the queries' memory, which then has to wait for them
+    out_parts       2: results leave in two parts through memory of their own for one: where both do not fit, and queries shall not wait
     resident        blocks of an SM
     diagonal        where rows end to see keys by position: 1 a consumer leaves out tiles that none of its own rows sees, 2 and makes half
                     of the scores of the last one where they see no more; 0 neither
@@ -35,13 +36,15 @@ class Config:
     early_keys: bool = False
     diagonal: int = 0
     polynomial: int = 0
+    out_parts: int = 1
 
     def __str__(self) -> str:
         words = f"{self.block_q}x{self.block_k} s{self.stages}" + (f"+{self.value_stages}" if self.value_stages else "")
         words += (" early" if self.early_keys else "") + (f" diag{self.diagonal}" if self.diagonal else "")
         words += f" poly{self.polynomial}" if self.polynomial else ""
         words += " turns" if self.pingpong else ""
-        words += (" overq" if self.out_over_query else "") + (f" q{self.query_stages}" if self.query_stages > 1 else "")
+        words += " overq" if self.out_over_query else f" out{self.out_parts}" if self.out_parts > 1 else ""
+        words += f" q{self.query_stages}" if self.query_stages > 1 else ""
         return words + (f" r{self.resident}" if self.resident > 1 else "")
 
     @property

@@ -158,7 +158,7 @@ def test_specs_have_names_of_their_own() -> None:
     specs += [_spec(BASE, c) for c in (Config(1, 64), Config(2, 80), replace(config, stages=3), replace(config, pingpong=False),
                                        replace(config, out_over_query=True), replace(config, query_stages=2), Config(1, 64, resident=2),
                                        replace(config, value_stages=3), replace(config, early_keys=True), replace(config, diagonal=1),
-                                       replace(config, diagonal=2), replace(config, polynomial=3))]
+                                       replace(config, diagonal=2), replace(config, polynomial=3), replace(config, out_parts=2))]
     assert len({spec.name for spec in specs}) == len(set(specs)) == len(specs)
 
 
@@ -186,7 +186,8 @@ def test_other_chips_are_refused(arch: str) -> None:
     (Config(2, 272), "block_k 272"), (Config(2, 64, 1), "1 stages"),
     (Config(2, 64, 3, value_stages=1), "1 of values"), (Config(2, 80, diagonal=2), "diagonal 2 beside 80 keys"),
     (Config(2, 64, diagonal=3), "diagonal 3"), (Config(2, 64, query_stages=2, diagonal=1), "beside 2 stages of queries"),
-    (Config(2, 64, polynomial=1), "every 1th"), (Config(2, 64, query_stages=3), "3 of queries"),
+    (Config(2, 64, polynomial=1), "every 1th"), (Config(2, 64, out_parts=2, out_over_query=True), "2 parts of results"),
+    (Config(2, 64, query_stages=3), "3 of queries"),
     (Config(3, 128), "registers, a consumer has 160"), (Config(2, 128, 4), "bytes of shared memory"),
     (Config(1, 48, resident=3), "3 times"),
 ], ids=str)

@@ -158,6 +158,8 @@ CASES = {
     "own tiles, more keys, no turns": replace(HALVES, config=Config(3, 48, pingpong=False, diagonal=1), q_lens=(110,), k_lens=(290,),
                                               blocks=1),
     "own tiles of a window": EDGES,
+    "results in two parts": Case(Config(2, 32, out_parts=2), (150, 150), (60, 60), dims=(64, 112), causal=True),
+    "results in two parts, ragged": Case(Config(1, 32, out_parts=2), (50, 1, 77), (40, 40, 50), True, dims=(40, 232), dtype="fp16"),
     "every second exponential a polynomial": Case(Config(1, 64, polynomial=2), (70,), (300,), dtype="fp16", window=(200, None),
                                                   lse=False),
     "causal": CAUSAL,

@@ -518,53 +518,58 @@ struct PrefillSm90 : Sm90Shape<Options> {
     float factor[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) factor[r] = finish_row(p, work, softmax, r, Rows::row_exists(work, Shape::row_in_block(work.warp, r)));
-    // No warp multiplies these queries any more, and what was stored before has been read.
-    if constexpr (!Shape::kRagged) {
-      if (!Options::kOutOverQuery && leads) tma_store_wait_read<0>();
-    }
-    if constexpr (!Shape::kRagged || Options::kOutOverQuery) named_barrier_sync(kOfConsumer + group, kWarpgroupThreads);
 #pragma unroll
-    for (int n = 0; n < Shape::kOutputCount / 4; n += 2) {
-      uint32_t w[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        w[i] = pack_pair<typename Shape::OutElement>(output[4 * n + 2 * i] * factor[i % 2], output[4 * n + 2 * i + 1] * factor[i % 2]);
+    for (int part = 0; part < Options::kOutParts; ++part) {
+      constexpr int kChunks = Shape::kOutputCount / 4, kOfPart = Options::kOutParts > 1 ? Shape::kOutBoxes * 8 : kChunks;  // of 8 columns
+      // No warp multiplies these queries any more, and what was stored before has been read.
+      if constexpr (!Shape::kRagged) {
+        if (!Options::kOutOverQuery && leads) tma_store_wait_read<0>();
       }
-      stmatrix_x4(place(lane % 16, n + lane / 16), w[0], w[1], w[2], w[3]);
-    }
-    if constexpr (!Shape::kRagged) {
-      tma_store_fence();
-      named_barrier_sync(kOfConsumer + group, kWarpgroupThreads);
-      if (leads) {
+      if constexpr (!Shape::kRagged || Options::kOutOverQuery) named_barrier_sync(kOfConsumer + group, kWarpgroupThreads);
 #pragma unroll
-        for (int box = 0; box < Shape::kValueBoxes; ++box) {
-          tma_store(p.map_out, staging + box * (kMmaRows * kSwizzleRowBytes), box * kBoxColumns, work.first_query + group * kMmaRows, work.head_,
-                    work.request);
-        }
-        tma_store_commit();
-        if constexpr (Options::kOutOverQuery) {
-          tma_store_wait_read<0>();
-          barrier_arrive(queries_empty(shared, q_stage, group), 4);
-        }
-      }
-    } else {
-      __syncwarp();  // a warp reads back only the rows that it wrote
-      constexpr int kChunks = Shape::kHeadDimV / 8;
-      const auto out = Rows::output(p, work);
-#pragma unroll 8
-      for (int piece = lane; piece < 16 * kChunks; piece += kWarpSize) {
-        const int row = piece / kChunks, chunk = piece % kChunks;
-        if (!Rows::row_exists(work, work.warp * 16 + row)) break;
+      for (int n = part * kOfPart; n < min_of((part + 1) * kOfPart, kChunks); n += 2) {
         uint32_t w[4];
-        load_chunk(w, place(row, chunk));
-        store_16_aligned<16>(out(work.warp * 16 + row) + chunk * 8, w);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          w[i] = pack_pair<typename Shape::OutElement>(output[4 * n + 2 * i] * factor[i % 2], output[4 * n + 2 * i + 1] * factor[i % 2]);
+        }
+        stmatrix_x4(place(lane % 16, n - part * kOfPart + lane / 16), w[0], w[1], w[2], w[3]);
       }
-      if constexpr (Options::kOutOverQuery) {
-        tma_store_fence();  // the next queries come behind these accesses
-        __syncwarp();
-        release_queries(shared, q_stage, group);
+      if constexpr (!Shape::kRagged) {
+        tma_store_fence();
+        named_barrier_sync(kOfConsumer + group, kWarpgroupThreads);
+        if (leads) {
+#pragma unroll
+          for (int box = 0; box < Shape::kOutBoxes; ++box) {
+            tma_store(p.map_out, staging + box * (kMmaRows * kSwizzleRowBytes), (part * Shape::kOutBoxes + box) * kBoxColumns,
+                      work.first_query + group * kMmaRows, work.head_, work.request);
+          }
+          tma_store_commit();
+          if constexpr (Options::kOutOverQuery) {
+            tma_store_wait_read<0>();
+            barrier_arrive(queries_empty(shared, q_stage, group), 4);
+          }
+        }
       } else {
-        __syncwarp();  // all lanes have read before the next results are written
+        __syncwarp();  // a warp reads back only the rows that it wrote
+        constexpr int kRowChunks = Shape::kHeadDimV / 8;
+        const int of_part = min(kOfPart, kRowChunks - part * kOfPart);
+        const auto out = Rows::output(p, work);
+#pragma unroll 8
+        for (int piece = lane; piece < 16 * of_part; piece += kWarpSize) {
+          const int row = piece / of_part, chunk = piece % of_part;
+          if (!Rows::row_exists(work, work.warp * 16 + row)) break;
+          uint32_t w[4];
+          load_chunk(w, place(row, chunk));
+          store_16_aligned<16>(out(work.warp * 16 + row) + (part * kOfPart + chunk) * 8, w);
+        }
+        if constexpr (Options::kOutOverQuery) {
+          tma_store_fence();  // the next queries come behind these accesses
+          __syncwarp();
+          release_queries(shared, q_stage, group);
+        } else {
+          __syncwarp();  // all lanes have read before the next results are written
+        }
       }
     }
   }

@@ -3,6 +3,7 @@
 // Beside what AttentionShape has (kBlockQ = 64 rows of each consumer, kWarps = 4 of each), `Options` says
 //   kPingpong      consumers take turns in multiplying
 //   kOutOverQuery  results leave through the queries' memory: there is no room for both
+//   kOutParts      2: they leave in two parts through memory of their own for one, so that queries need not wait for them
 //   kResident      blocks of an SM: prologue and epilogue of one lie under the products of another
 //   kValueStages   slots of the ring of values; kStages those of keys
 //   kEarlyKeys     keys are given back before the softmax: see remake_scores
@@ -41,7 +42,9 @@ struct Sm90Shape : AttentionShape<Options> {
   using KeyBox = SmemTile<T, kBlockK, kBoxColumns, true>;
   using Values = SmemTile<T, kValueBoxes * kBoxColumns, kBlockK, false>;
 
-  static constexpr int kOutBytes = kValueBoxes * kMmaRows * kSwizzleRowBytes;  // of a consumer
+  static constexpr int kOutBoxes = kValueBoxes / Options::kOutParts;           // of a part
+  static constexpr int kOutBytes = kOutBoxes * kMmaRows * kSwizzleRowBytes;  // of a consumer
+  static_assert(kValueBoxes % Options::kOutParts == 0 && !(Options::kOutOverQuery && Options::kOutParts > 1), "whole boxes");
   static constexpr int kQueryBytes = Options::kOutOverQuery ? max_of(kKeyBoxes * QueryBox::kBytes, kOutBytes) : kKeyBoxes * QueryBox::kBytes;
   static constexpr int kKeyBytes = kKeyBoxes * KeyBox::kBytes;
   static constexpr int kValueBytes = Values::kBytes;
