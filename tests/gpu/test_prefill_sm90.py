@@ -117,6 +117,8 @@ def every_config() -> list[tuple[int, Config]]:
         (64, Config(3, 128, polynomial=4)),
         (128, Config(2, 128, 3, value_stages=2, diagonal=2)), (256, Config(2, 80, out_over_query=True, early_keys=True, diagonal=1)),
         (64, Config(3, 128, 3, early_keys=True, diagonal=2, polynomial=3)), (256, Config(2, 64, out_parts=2)),
+        (128, Config(2, 128, multicast=1)), (128, Config(2, 128, multicast=2)), (256, Config(2, 80, out_over_query=True, multicast=1)),
+        (64, Config(3, 128, 4, early_keys=True, multicast=1)), (128, Config(2, 128, early_keys=True, diagonal=2, multicast=2)),
         (40, Config(1, 64, 3, False, resident=3, diagonal=2, polynomial=2)),
     ]
     return list(dict.fromkeys(rows + others))
@@ -126,9 +128,9 @@ def every_config() -> list[tuple[int, Config]]:
 @pytest.mark.parametrize("d, config", every_config(), ids=str)
 def test_every_config(d: int, config: Config, causal: bool) -> None:
     seed = seed_of("sm90 config", d, config, causal)
-    q, k, v = inputs(3, 701, 733, 6, 2, d, seed=seed)
+    q, k, v = inputs(3, 701, 733, 8, 2, d, seed=seed)
     v[:, 680, 0, 3] = NAN
-    problem = AttentionProblem("dense", 3, 701, 733, 6, 2, d, d, "bf16", "bf16", "bf16", causal=causal)
+    problem = AttentionProblem("dense", 3, 701, 733, 8, 2, d, d, "bf16", "bf16", "bf16", causal=causal)
     target = target_of(CUDA)
     verdict = prefill_sm90.legal(problem, target, config)
     if not verdict:

@@ -60,6 +60,7 @@ class Case:
     heads: int
     dims: tuple[int, int]
     causal: bool
+    group: int = 1  # query heads for each of keys
 
     @property
     def ragged(self) -> bool:
@@ -73,11 +74,12 @@ class Case:
     def __str__(self) -> str:
         d, dv = self.dims
         size = f"ragged b={len(self.lens)} longest={max(self.lens)}" if self.ragged else f"b={len(self.lens)} s={self.lens[0]}"
-        return f"prefill[{size} h={self.heads} d={d if d == dv else f'{d}/{dv}'}{' causal' if self.causal else ''}]"
+        heads = f"{self.heads}/{self.heads // self.group}" if self.group > 1 else str(self.heads)
+        return f"prefill[{size} h={heads} d={d if d == dv else f'{d}/{dv}'}{' causal' if self.causal else ''}]"
 
     def problem(self) -> AttentionProblem:
         sizes = ("ragged", len(self.lens), sum(self.lens), sum(self.lens)) if self.ragged else ("dense", len(self.lens), *self.lens[:1] * 2)
-        return AttentionProblem(*sizes, self.heads, self.heads, *self.dims, "bf16", "bf16", "bf16", causal=self.causal)
+        return AttentionProblem(*sizes, self.heads, self.heads // self.group, *self.dims, "bf16", "bf16", "bf16", causal=self.causal)
 
 
 class Operands(NamedTuple):
@@ -99,7 +101,7 @@ _NARROW = partial(Config, 1, 64, 3, False, resident=3)
 VARIANTS: dict[tuple[tuple[int, int], bool], tuple[Config, ...]] = {
     ((64, 64), False): (
         Config(3, 128, 4), Config(3, 128, 4, early_keys=True), Config(3, 128, polynomial=4), Config(3, 128, polynomial=3),
-        Config(3, 128, polynomial=2), Config(3, 128, 4, polynomial=4), Config(2, 192, 3),
+        Config(3, 128, polynomial=2), Config(3, 128, 4, polynomial=4), Config(2, 192, 3), Config(3, 128, 4, multicast=1),
     ),
     ((64, 64), True): (
         Config(3, 128), Config(3, 128, 4), Config(3, 128, diagonal=1), Config(3, 128, diagonal=2), Config(3, 128, polynomial=4),
@@ -107,7 +109,8 @@ VARIANTS: dict[tuple[tuple[int, int], bool], tuple[Config, ...]] = {
     ),
     ((128, 128), False): (
         Config(2, 128, 3, value_stages=2), Config(2, 128, early_keys=True), Config(2, 128, 3, value_stages=2, early_keys=True),
-        _OVER(128, 3), Config(2, 160, early_keys=True), _OVER(176, early_keys=True), Config(2, 128, early_keys=True, polynomial=4),
+        _OVER(128, 3), Config(2, 160, early_keys=True), _OVER(176, early_keys=True), Config(2, 128, multicast=1),
+        Config(2, 128, early_keys=True, multicast=1),
     ),
     ((128, 128), True): (
         Config(2, 128, 3, value_stages=2), Config(2, 128, early_keys=True), Config(2, 128, diagonal=1), Config(2, 128, diagonal=2),
@@ -115,7 +118,8 @@ VARIANTS: dict[tuple[tuple[int, int], bool], tuple[Config, ...]] = {
     ),
     ((256, 256), False): (
         _OVER(80, early_keys=True), _OVER(64, 3, value_stages=2), _OVER(64, 3, value_stages=2, early_keys=True),
-        Config(2, 64, out_parts=2), Config(2, 64, early_keys=True, out_parts=2), Config(2, 48),
+        Config(2, 64, out_parts=2), Config(2, 64, early_keys=True, out_parts=2), _OVER(80, multicast=1),
+        _OVER(80, early_keys=True, multicast=1),
     ),
     ((256, 256), True): (
         _OVER(80), _OVER(80, early_keys=True), _OVER(80, early_keys=True, diagonal=1), _OVER(64, 3, value_stages=2),
@@ -125,6 +129,10 @@ VARIANTS: dict[tuple[tuple[int, int], bool], tuple[Config, ...]] = {
         _OVER(128, early_keys=True), _OVER(128, early_keys=True, diagonal=2), _OVER(96, 3, value_stages=2, diagonal=2),
         Config(2, 112, early_keys=True, diagonal=1), Config(2, 96, early_keys=True, diagonal=2),
     ),
+}
+# The same of heads that share keys.
+GROUPED: dict[tuple[tuple[int, int], bool], tuple[Config, ...]] = {
+    ((128, 128), True): (Config(2, 128, multicast=2), Config(2, 128, early_keys=True, multicast=2)),
 }
 # Keys up to which the configs of short calls are timed as well.
 SHORT: dict[tuple[tuple[int, int], bool], tuple[int, tuple[Config, ...]]] = {
@@ -138,21 +146,24 @@ def cases() -> list[Case]:
     found = [Case((seq,) * (16384 // seq), 2048 // d, (d, d), causal)
              for seq in (16384, 4096, 8192, 1024) for d in (128, 256, 64) for causal in (False, True)]
     return [*found, *(Case((seq,) * (16384 // seq), 16, (192, 128), True) for seq in (8192, 4096)), SKEWED, EVEN,
-            Case((512,), 16, (128, 128), True), Case((512,), 32, (64, 64), True), Case((2048,) * 8, 32, (64, 64), True)]
+            Case((4096,) * 4, 32, (128, 128), True, 4), Case((512,), 16, (128, 128), True), Case((512,), 32, (64, 64), True),
+            Case((2048,) * 8, 32, (64, 64), True)]
 
 
 def configs_of(case: Case, target: Target) -> list[Config]:
     """The one in use, then the others that are legal."""
     problem, key = case.problem(), (case.dims, case.causal)
     most, short = SHORT.get(key, (0, ()))
-    wanted = (next(prefill_sm90.candidates(problem, target)), *VARIANTS[key], *(short if max(case.lens) <= most else ()))
+    wanted = (next(prefill_sm90.candidates(problem, target)), *VARIANTS[key], *(GROUPED[key] if case.group > 1 else ()),
+              *(short if max(case.lens) <= most else ()))
     return [config for config in dict.fromkeys(wanted) if prefill_sm90.legal(problem, target, config)]
 
 
 def operands_of(case: Case, generator: torch.Generator) -> Operands:
     lead = (sum(case.lens),) if case.ragged else (len(case.lens), case.lens[0])
     d, dv = case.dims
-    q, k, v, out = (normal((*lead, case.heads, width), _BF16, generator) for width in (d, d, dv, dv))
+    shapes = ((case.heads, d), (case.heads // case.group, d), (case.heads // case.group, dv), (case.heads, dv))
+    q, k, v, out = (normal((*lead, *shape), _BF16, generator) for shape in shapes)
     return Operands(q, k, v, out, cu_seqlens(case.lens, generator.device) if case.ragged else None)
 
 
@@ -166,15 +177,16 @@ class Checker:
 
     def __init__(self, case: Case, o: Operands) -> None:
         self.case, heads = case, sorted({0, case.heads - 1})
+        kv_heads = [head // case.group for head in heads]
         starts = [sum(case.lens[:i]) for i in range(len(case.lens))]
         self._parts: list[tuple[Callable[[torch.Tensor], torch.Tensor], Any, Any]] = []
         for b in sorted({0, len(case.lens) - 1}):
             rows = slice(starts[b], starts[b] + case.lens[b])
 
-            def part(x: torch.Tensor, b: int = b, rows: slice = rows) -> torch.Tensor:
+            def part(x: torch.Tensor, b: int = b, rows: slice = rows, heads: list[int] = heads) -> torch.Tensor:
                 return (x[rows] if case.ragged else x[b])[None][:, :, heads]
 
-            given = [part(x) for x in o[:3]]
+            given = [part(o.q), part(o.k, heads=kv_heads), part(o.v, heads=kv_heads)]
             exact, plain = (make(*given, causal=case.causal) for make in (reference.attention, reference.attention_plain))
             self._parts.append((part, exact, plain))
 
@@ -186,7 +198,7 @@ class Checker:
 def peers_of(case: Case, device: str) -> dict[str, Callable[[Operands], torch.Tensor]]:
     def torch_call(o: Operands) -> torch.Tensor:
         q, k, v = (x.transpose(1, 2) for x in o[:3])
-        return F.scaled_dot_product_attention(q, k, v, is_causal=case.causal).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=case.group > 1).transpose(1, 2)
 
     def cudnn(o: Operands) -> torch.Tensor:
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):

@@ -92,6 +92,11 @@ def legal(problem: AttentionProblem, target: Target, config: Config) -> Verdict:
         (c.diagonal in (0, 1) or (c.diagonal == 2 and c.block_k % 32 == 0),
          f"diagonal {c.diagonal} beside {c.block_k} keys: 0, 1, or 2 beside a multiple of 32"),
         (c.polynomial in (0, 2, 3, 4), f"every {c.polynomial}th exponential by a polynomial: 2, 3 or 4, or 0 for none"),
+        (c.multicast in (0, 1, 2) and (not c.multicast or c.resident == 1),
+         f"multicast {c.multicast}, {c.resident} blocks of an SM: 0, or 1 and 2 of one block"),
+        (c.multicast != 1 or (problem.layout == "dense" and not problem.causal and not problem.windowed),
+         "multicast 1: row tiles of a head that see the same keys, dense and without a causal mask or window"),
+        (c.multicast != 2 or problem.group_size % 2 == 0, f"multicast 2: groups of {problem.group_size} heads, got no even number"),
         (c.out_parts in (1, 2) and (c.out_parts == 1 or (not c.out_over_query and round_up(problem.head_dim_v, _BOX) % (2 * _BOX) == 0)),
          f"{c.out_parts} parts of results of {problem.head_dim_v} columns: 1, or 2 of whole boxes of {_BOX} beside the queries"),
         (not (c.polynomial and problem.return_lse), "polynomials are not exact enough for an LSE"),
@@ -140,7 +145,7 @@ def spec(problem: AttentionProblem, target: Target, config: Config) -> KernelSpe
         p, tile, ragged=p.layout == "ragged", kv_lens=p.kv_lens, out_element=p.out_dtype, shared_memory=shared_memory(p, c),
         value_stages=c.value_ring, early_keys=c.early_keys, pingpong=c.pingpong, out_over_query=c.out_over_query,
         query_stages=c.query_stages, resident=c.resident, diagonal=c.diagonal, polynomial=c.polynomial,
-        out_parts=c.out_parts,
+        out_parts=c.out_parts, multicast=c.multicast,
         mma_columns=" ".join(str(n) for n in sorted({c.block_k, c.block_k // (2 if c.diagonal == 2 else 1), round_up(p.head_dim_v, 16)})))
     words = mma.words_of(parameters, tile)[:-len(str(tile).split())]
     return KernelSpec.make(
@@ -150,11 +155,12 @@ def spec(problem: AttentionProblem, target: Target, config: Config) -> KernelSpe
 
 
 def _tiles(problem: AttentionProblem, config: Config) -> tuple[int, int]:
-    """(row tiles of a dense request, row tiles in all; ragged: a bound from Tq alone)."""
-    p, tiles = problem, -(-problem.seq_q // config.block_q)
+    """(row tiles of a dense request, row tiles in all; ragged: a bound from Tq alone), of a cluster where blocks share keys."""
+    p, tiles = problem, -(-problem.seq_q // (config.block_q * (2 if config.multicast == 1 else 1)))
+    heads = p.num_q_heads // (2 if config.multicast == 2 else 1)
     if p.layout == "ragged":
-        return 0, (tiles + p.batch if tiles and p.batch else 0) * p.num_q_heads
-    return tiles, tiles * p.batch * p.num_q_heads
+        return 0, (tiles + p.batch if tiles and p.batch else 0) * heads
+    return tiles, tiles * p.batch * heads
 
 
 def _section(problem: AttentionProblem) -> int:
@@ -178,11 +184,12 @@ def bind(problem: AttentionProblem, config: Config, kernel: Any, tensors: Attent
     p, c, t = problem, config, tensors
     device = t.q.device.index or 0
     check_factor(p, t)
-    boxes = [("q", t.q, 64), ("k", t.k, c.block_k), ("v", t.v, c.block_k)] + ([("out", t.out, 64)] if p.layout == "dense" else [])
+    keys = c.block_k // c.blocks
+    boxes = [("q", t.q, 64), ("k", t.k, keys), ("v", t.v, keys)] + ([("out", t.out, 64)] if p.layout == "dense" else [])
     maps = [head_map(f"map_{name}", name, x, (_BOX, rows)) for name, x, rows in boxes]
-    blocks = min(_tiles(p, c)[1], (target_of(t.q.device).sm_count or 1) * c.resident)
-    launch = kernel.prepare(device, grid=(blocks, 1, 1), block=(c.threads, 1, 1), programmatic=True, shared_memory=shared_memory(p, c),
-                            tensor_maps=maps)
+    clusters = min(_tiles(p, c)[1], max((target_of(t.q.device).sm_count or 1) * c.resident // c.blocks, 1))
+    launch = kernel.prepare(device, grid=(clusters * c.blocks, 1, 1), block=(c.threads, 1, 1), cluster=(c.blocks, 1, 1), programmatic=True,
+                            shared_memory=shared_memory(p, c), tensor_maps=maps)
     tail, blank = PARAMS.pack_scalars(scalars_of(p, c, t)), bytes(128 * len(PARAMS.tensor_maps))
     pack = PARAMS.pointer_packer.pack
     call, rare = attrgetter(*_CALL), attrgetter(*_RARE) if p.alibi or p.sinks or p.mask or p.variant else None
@@ -216,6 +223,8 @@ def coverage() -> Iterable[tuple[AttentionProblem, Config | None]]:
     yield replace(base, causal=True, head_dim=64, head_dim_v=64), Config(3, 128, diagonal=2, polynomial=4)
     yield base, Config(2, 128, early_keys=True)
     yield replace(base, head_dim=256, head_dim_v=256), Config(2, 80, out_over_query=True, early_keys=True)
+    yield base, Config(2, 128, early_keys=True, multicast=1)
+    yield replace(base, causal=True, layout="ragged"), Config(2, 128, early_keys=True, multicast=2)
     yield replace(base, head_dim=256, head_dim_v=256, causal=True), Config(2, 64, early_keys=True, diagonal=1, out_parts=2)
     yield replace(base, alibi=True, sinks=True, causal=True, return_lse=True), None
     yield replace(base, layout="ragged", alibi=True, sinks=True, soft_cap=True, head_dim=64, head_dim_v=64), None

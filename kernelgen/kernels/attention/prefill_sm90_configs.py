@@ -21,6 +21,8 @@ class Config:
     diagonal        where rows end to see keys by position: 1 a consumer leaves out tiles that none of its own rows sees, 2 and makes half
                     of the scores of the last one where they see no more; 0 neither
     polynomial      every so many-th exponential is made by multiplications: 2, 3, 4; 0 for none
+    multicast       two blocks share tiles of keys and values, of which each loads half: 1 neighbouring row tiles of a head, where all rows
+                    see the same keys; 2 neighbouring heads of a group; 0 none do
     query_stages    2: the next row tile's queries come while this one's are in use, and its first scores are made beside this one's last
                     product
     """
@@ -37,10 +39,12 @@ class Config:
     diagonal: int = 0
     polynomial: int = 0
     out_parts: int = 1
+    multicast: int = 0
 
     def __str__(self) -> str:
         words = f"{self.block_q}x{self.block_k} s{self.stages}" + (f"+{self.value_stages}" if self.value_stages else "")
         words += (" early" if self.early_keys else "") + (f" diag{self.diagonal}" if self.diagonal else "")
+        words += f" share{self.multicast}" if self.multicast else ""
         words += f" poly{self.polynomial}" if self.polynomial else ""
         words += " turns" if self.pingpong else ""
         words += " overq" if self.out_over_query else f" out{self.out_parts}" if self.out_parts > 1 else ""
@@ -50,6 +54,11 @@ class Config:
     @property
     def value_ring(self) -> int:
         return self.value_stages or self.stages
+
+    @property
+    def blocks(self) -> int:
+        """Of a cluster."""
+        return 2 if self.multicast else 1
 
     @property
     def block_q(self) -> int:

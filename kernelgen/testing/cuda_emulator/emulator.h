@@ -71,8 +71,9 @@ inline std::vector<WarpSlots> warp_slots;
 inline std::vector<WarpProducts> warp_products;
 constexpr int kMaxCluster = 8, kSharedBytes = 256 * 1024;
 inline Barrier block_barriers[kMaxCluster], cluster_barrier;
-inline Barrier named_barriers[16];  // of the one block that a kernel with them has in a cluster
+inline Barrier named_barriers[kMaxCluster][16];
 struct Box {
+  int rank;  // of the block that gets it
   uint32_t barrier;
   std::function<void()> copy;
 };
@@ -162,7 +163,7 @@ inline void copy_async(uint32_t shared, const void* source, int bytes, int size)
 }
 inline void land_boxes(uint32_t barrier) {
   for (size_t i = 0; i < boxes.size();) {
-    if (boxes[i].barrier == barrier) {
+    if (boxes[i].rank == current->rank && boxes[i].barrier == barrier) {
       const std::function<void()> copy = std::move(boxes[i].copy);
       boxes.erase(boxes.begin() + static_cast<std::ptrdiff_t>(i));
       copy();
@@ -251,7 +252,7 @@ inline void run_cluster(Dim3 first, int blocks, int threads) {
   warp_products.assign(warps, WarpProducts{});
   for (int rank = 0; rank < blocks; ++rank) block_barriers[rank] = Barrier{0, 0, threads};
   cluster_barrier = Barrier{0, 0, all};
-  for (Barrier& barrier : named_barriers) barrier = Barrier{};
+  for (auto& of_block : named_barriers) std::fill(std::begin(of_block), std::end(of_block), Barrier{});
   passed.clear();
   warp_rounds.assign(warps, 1000);
   std::memset(cluster_shared, 0xff, static_cast<size_t>(blocks) * kSharedBytes);  // NaN in every type

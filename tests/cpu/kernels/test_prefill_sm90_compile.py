@@ -158,7 +158,8 @@ def test_specs_have_names_of_their_own() -> None:
     specs += [_spec(BASE, c) for c in (Config(1, 64), Config(2, 80), replace(config, stages=3), replace(config, pingpong=False),
                                        replace(config, out_over_query=True), replace(config, query_stages=2), Config(1, 64, resident=2),
                                        replace(config, value_stages=3), replace(config, early_keys=True), replace(config, diagonal=1),
-                                       replace(config, diagonal=2), replace(config, polynomial=3), replace(config, out_parts=2))]
+                                       replace(config, diagonal=2), replace(config, polynomial=3),
+                                       replace(config, out_parts=2), replace(config, multicast=1), replace(config, multicast=2))]
     assert len({spec.name for spec in specs}) == len(set(specs)) == len(specs)
 
 
@@ -187,6 +188,7 @@ def test_other_chips_are_refused(arch: str) -> None:
     (Config(2, 64, 3, value_stages=1), "1 of values"), (Config(2, 80, diagonal=2), "diagonal 2 beside 80 keys"),
     (Config(2, 64, diagonal=3), "diagonal 3"), (Config(2, 64, query_stages=2, diagonal=1), "beside 2 stages of queries"),
     (Config(2, 64, polynomial=1), "every 1th"), (Config(2, 64, out_parts=2, out_over_query=True), "2 parts of results"),
+    (Config(2, 64, multicast=3), "multicast 3"), (Config(1, 48, resident=2, multicast=1), "multicast 1, 2 blocks"),
     (Config(2, 64, query_stages=3), "3 of queries"),
     (Config(3, 128), "registers, a consumer has 160"), (Config(2, 128, 4), "bytes of shared memory"),
     (Config(1, 48, resident=3), "3 times"),
@@ -200,6 +202,14 @@ def test_polynomials_are_for_calls_without_an_lse() -> None:
     config = Config(2, 64, polynomial=4)
     assert prefill_sm90.legal(BASE, H200, config)
     assert "LSE" in prefill_sm90.legal(replace(BASE, return_lse=True), H200, config).reason
+
+
+def test_who_may_share_keys() -> None:
+    rows, heads = Config(2, 64, multicast=1), Config(2, 64, multicast=2)
+    assert prefill_sm90.legal(BASE, H200, rows) and prefill_sm90.legal(replace(BASE, causal=True), H200, heads)
+    for change in ({"causal": True}, {"window": (9, None)}, {"layout": "ragged"}):
+        assert "row tiles" in prefill_sm90.legal(replace(BASE, **change), H200, rows).reason  # type: ignore[arg-type]
+    assert "groups of 3" in prefill_sm90.legal(replace(BASE, num_q_heads=12), H200, heads).reason
 
 
 def test_more_tiles_than_int32_counts() -> None:

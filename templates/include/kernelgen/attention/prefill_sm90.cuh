@@ -95,6 +95,8 @@ struct PrefillSm90 : Sm90Shape<Options> {
   __device__ static uint32_t key_tile(uint32_t shared, int stage) { return shared + Shape::kKeysAt + stage * Shape::kKeyBytes; }
   __device__ static uint32_t value_tile(uint32_t shared, int stage) { return shared + Shape::kValuesAt + stage * Shape::kValueBytes; }
 
+  __device__ static int rank() { return Shape::kBlocks > 1 ? static_cast<int>(cluster_rank()) : 0; }
+
   // ---- The copying warp ---------------------------------------------------------------------------------------------
 
   // Rows [row, row + rows of a box) of a head, box by box, by one lane.
@@ -104,8 +106,25 @@ struct PrefillSm90 : Sm90Shape<Options> {
     for (int box = 0; box < Boxes; ++box) tma_load(target + box * BoxBytes, map, barrier, box * kBoxColumns, row, head, request);
   }
 
+  // The same of a tile of keys or values: with another block each loads half of the rows, for both.
+  template <int Boxes, int BoxBytes>
+  __device__ static void load_keys_tile(uint32_t target, const TensorMap& map, uint32_t barrier, int row, int head, int request) {
+    if constexpr (Shape::kBlocks == 1) {
+      load_tile<Boxes, BoxBytes>(target, map, barrier, row, head, request);
+    } else {
+      constexpr int kHalfRows = kBlockK / 2;
+#pragma unroll
+      for (int box = 0; box < Boxes; ++box) {
+        tma_load_multicast(target + box * BoxBytes + rank() * kHalfRows * kSwizzleRowBytes, map, barrier, box * kBoxColumns,
+                           row + rank() * kHalfRows, head, request, 3);
+      }
+    }
+  }
+
   __device__ static void produce(const Params& p, uint32_t shared) {
-    RowTileDealer<Shape, Rows, Shape::kReaders> dealer{{{shared + Shape::kSlotsAt}}, static_cast<int>(blockIdx.x)};
+    RowTileDealer<Shape, Rows> dealer{{{shared + Shape::kSlotsAt}}, static_cast<int>(blockIdx.x) / Shape::kBlocks};
+    RowTileReader<Shape, Rows> reader{{{shared + Shape::kSlotsAt}}, rank()};
+    const bool deals = rank() == 0;
     const KeyRing keys{shared + Shape::kBarriersAt};
     const ValueRing values{shared + Shape::kValueRingAt};
     typename KeyRing::Position k_at;
@@ -113,8 +132,9 @@ struct PrefillSm90 : Sm90Shape<Options> {
     QueryAt q_at;
     const bool issues = lane_id() == 0;
     Work work;
-    for (; dealer.next(p, work); dealer.advance()) {
-      dealer.ask(p);
+    for (;; dealer.advance()) {
+      if (!(deals ? dealer.next(p, work) : reader.next(work))) break;
+      if (deals) dealer.ask(p);
       const Span span = span_of(p, work);
       if (span.begin >= span.end) continue;
       const int request = Shape::kRagged ? 0 : work.request, kv_head = Rows::kv_head(p, work);
@@ -122,7 +142,7 @@ struct PrefillSm90 : Sm90Shape<Options> {
         keys.wait_empty(k_at);
         if (issues) {
           keys.expect(k_at, Shape::kKeyBytes);
-          load_tile<Shape::kKeyBoxes, KeyBox::kBytes>(
+          load_keys_tile<Shape::kKeyBoxes, KeyBox::kBytes>(
               key_tile(shared, k_at.stage), p.map_k, keys.full(k_at.stage), work.k_start + tile * kBlockK, kv_head, request);
         }
         k_at.advance();
@@ -131,7 +151,7 @@ struct PrefillSm90 : Sm90Shape<Options> {
         values.wait_empty(v_at);
         if (issues) {
           values.expect(v_at, Shape::kValueBytes);
-          load_tile<Shape::kValueBoxes, Values::kBoxBytes>(
+          load_keys_tile<Shape::kValueBoxes, Values::kBoxBytes>(
               value_tile(shared, v_at.stage), p.map_v, values.full(v_at.stage), work.k_start + tile * kBlockK, kv_head, request);
         }
         v_at.advance();
@@ -154,13 +174,13 @@ struct PrefillSm90 : Sm90Shape<Options> {
       }
       load_values(span.begin);
     }
-    dealer.finish(p);
+    if (deals) dealer.finish(p);
   }
 
   // ---- The checking warps -------------------------------------------------------------------------------------------
 
   __device__ static void check(const Params& p, uint32_t shared, int checker) {
-    RowTileReader<Rows, Shape::kReaders> tiles{{{shared + Shape::kSlotsAt}}};
+    RowTileReader<Shape, Rows> tiles{{{shared + Shape::kSlotsAt}}, rank()};
     const ValueRing values{shared + Shape::kValueRingAt};
     typename ValueRing::Position at;
     Work work;
@@ -278,7 +298,7 @@ struct PrefillSm90 : Sm90Shape<Options> {
   }
 
   __device__ static void consume(const Params& p, uint32_t shared, int group) {
-    RowTileReader<Rows, Shape::kReaders> tiles{{{shared + Shape::kSlotsAt}}};
+    RowTileReader<Shape, Rows> tiles{{{shared + Shape::kSlotsAt}}, rank()};
     const KeyRing keys{shared + Shape::kBarriersAt};
     const ValueRing values{shared + Shape::kValueRingAt};
     typename KeyRing::Position k_at;
@@ -595,7 +615,11 @@ struct PrefillSm90 : Sm90Shape<Options> {
       tma_prefetch_map(p.map_v);
       if constexpr (!Shape::kRagged) tma_prefetch_map(p.map_out);
     }
-    __syncthreads();
+    if constexpr (Shape::kBlocks > 1) {
+      cluster_sync();
+    } else {
+      __syncthreads();
+    }
     wait_for_previous_kernel();
     start_next_kernel();
     if (group == kConsumers) {
@@ -609,6 +633,10 @@ struct PrefillSm90 : Sm90Shape<Options> {
       take_registers<Shape::kConsumerRegisters>();
       consume(p, shared, group);
       if (!Shape::kRagged && threadIdx.x % kWarpgroupThreads == 0) tma_store_wait_read<0>();  // the block's memory stays until then
+    }
+    if constexpr (Shape::kBlocks > 1) {
+      __syncwarp();
+      cluster_sync();  // the other block's copies and arrivals have come
     }
   }
 };

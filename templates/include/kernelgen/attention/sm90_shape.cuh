@@ -10,6 +10,8 @@
 //   kDiagonal      at the ends of what rows see by position: 0 every consumer multiplies every tile, 1 it leaves out tiles that none of its own
 //                  rows sees, 2 and makes half of the scores of the last one where they see no more
 //   kPolynomial    every so many-th exponential is a polynomial: see sm90_softmax.cuh; 0: none
+//   kMulticast     two blocks, a cluster, have neighbouring row tiles of a head (1), or one row tile of neighbouring heads of a group (2): each
+//                  loads half of every tile of keys and values, for both
 //   kQueryStages   2: the next row tile's queries come while this one's are in use, and its first scores are made beside this one's last product
 #pragma once
 
@@ -57,9 +59,13 @@ struct Sm90Shape : AttentionShape<Options> {
   // the one that copies look its values through while the scores are being made.
   static constexpr bool kChecks = Base::kMayHide || Options::kRagged || Options::kKvLens;
   static constexpr int kCheckers = kChecks ? 3 : 0;  // warps
-  using KeyRing = Pipeline<kStages, Options::kWarps>;
-  using ValueRing = Pipeline<kValueStages, Options::kWarps + kCheckers>;
-  static constexpr int kReaders = Options::kWarps + kCheckers;
+  static constexpr int kBlocks = Options::kMulticast == 0 ? 1 : 2;
+  static constexpr int kPairRows = Options::kMulticast == 1 ? 2 : 1, kPairHeads = Options::kMulticast == 2 ? 2 : 1;  // of a cluster
+  static_assert(kPairRows == 1 || !(Base::kWindowed || Options::kRagged), "both blocks have the same keys");
+  using KeyRing = Pipeline<kStages, Options::kWarps, kBlocks>;
+  using ValueRing = Pipeline<kValueStages, Options::kWarps + kCheckers, kBlocks>;
+  // Of a cluster the first block's copying warp deals, and the second one's reads.
+  static constexpr int kReaders = kBlocks * (Options::kWarps + kCheckers) + kBlocks - 1;
   using Slots = RowTileSlots<kReaders>;
   static constexpr int kValueRingAt = kBarriersAt + KeyRing::kBytes;
   static constexpr int kCheckedAt = kValueRingAt + ValueRing::kBytes;  // barriers: a stage has been looked through

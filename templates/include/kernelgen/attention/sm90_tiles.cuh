@@ -28,10 +28,11 @@ struct RowTileSlots : Pipeline<2, Readers> {
 };
 
 // A reader's side, by whole warps: next() until it says no.
-template <class Rows, int Readers>
+template <class Shape, class Rows>
 struct RowTileReader {
-  using Slots = RowTileSlots<Readers>;
+  using Slots = RowTileSlots<Shape::kReaders>;
   Slots slots;
+  int rank;  // of the block in its cluster
   typename Slots::Position at;
 
   __device__ bool next(typename Rows::Work& work) {
@@ -43,7 +44,11 @@ struct RowTileReader {
       load_chunk(first, slots.slot(at.stage));
       load_chunk(second, slots.slot(at.stage) + 16);
     }
-    slots.release(at.stage);
+    if constexpr (Shape::kBlocks == 1) {
+      slots.release(at.stage);
+    } else {
+      if (lane_id() == 0) barrier_arrive_cluster(slots.empty(at.stage), 0);
+    }
     at.advance();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -58,18 +63,21 @@ struct RowTileReader {
     work.q_start = static_cast<int>(second[2]);
     work.k_start = static_cast<int>(second[3]);
     work.value_column = 0;
-    return work.first_query >= 0;
+    if (work.first_query < 0) return false;
+    if constexpr (Shape::kPairRows > 1) work.first_query += rank * Shape::kBlockQ;
+    if constexpr (Shape::kPairHeads > 1) work.head_ += rank;
+    return true;
   }
 };
 
-template <class Shape, class Rows, int Readers>
+template <class Shape, class Rows>
 struct RowTileDealer {
-  using Slots = RowTileSlots<Readers>;
+  using Slots = RowTileSlots<Shape::kReaders>;
   using Params = typename Rows::Params;
   using Work = typename Rows::Work;
-  static constexpr int kBlockQ = Shape::kBlockQ;
+  static constexpr int kBlockQ = Shape::kBlockQ * Shape::kPairRows;
   Slots slots;
-  int index;              // of this tile among all; the first is the block's own
+  int index;              // of this tile among all; the first is the block's own, or the cluster's
   int asked = 0;          // of the lane that asks
   int scanned = 0, before = 0;  // ragged: requests that lie behind, and their tiles
   typename Slots::Position at;
@@ -80,13 +88,20 @@ struct RowTileDealer {
     if (!found) work.first_query = -1;
     slots.wait_empty(at);
     __syncwarp();
-    if (lane_id() == 0) {
+    if (lane_id() < Shape::kBlocks) {
       const uint32_t first[4] = {static_cast<uint32_t>(work.first_query), static_cast<uint32_t>(work.head_), static_cast<uint32_t>(work.request), 0};
       const uint32_t second[4] = {static_cast<uint32_t>(work.seq_q), static_cast<uint32_t>(work.seq_k), static_cast<uint32_t>(work.q_start),
                                   static_cast<uint32_t>(work.k_start)};
-      store_chunk(slots.slot(at.stage), first);
-      store_chunk(slots.slot(at.stage) + 16, second);
-      barrier_arrive(slots.full(at.stage));
+      if constexpr (Shape::kBlocks == 1) {
+        store_chunk(slots.slot(at.stage), first);
+        store_chunk(slots.slot(at.stage) + 16, second);
+        barrier_arrive(slots.full(at.stage));
+      } else {
+        const int rank = lane_id();
+        barrier_arrive_expect_cluster(slots.full(at.stage), rank, 32);
+        store_chunk_cluster(slots.slot(at.stage), rank, first, slots.full(at.stage));
+        store_chunk_cluster(slots.slot(at.stage) + 16, rank, second, slots.full(at.stage));
+      }
     }
     at.advance();
     return found;
@@ -94,13 +109,13 @@ struct RowTileDealer {
 
   // By the whole warp, once for each tile, before advance().
   __device__ void ask(const Params& p) {
-    if (lane_id() == 0) asked = static_cast<int>(gridDim.x) + atomicAdd(p.counter, 1);
+    if (lane_id() == 0) asked = static_cast<int>(gridDim.x) / Shape::kBlocks + atomicAdd(p.counter, 1);
   }
   __device__ void advance() { index = __shfl_sync(kFullWarp, asked, 0); }
 
   // Behind the last tile: this block asks no more.
   __device__ void finish(const Params& p) {
-    if (lane_id() != 0 || atomicAdd(p.counter + 1, 1) + 1 != static_cast<int>(gridDim.x)) return;
+    if (lane_id() != 0 || atomicAdd(p.counter + 1, 1) + 1 != static_cast<int>(gridDim.x) / Shape::kBlocks) return;
     p.counter[0] = 0;
     p.counter[1] = 0;
   }
@@ -111,11 +126,12 @@ struct RowTileDealer {
 
   __device__ bool find_dense(const Params& p, Work& work) {
     if (index >= p.tiles) return false;
-    const int of_section = p.section * p.row_tiles, section = index / of_section, within = index - section * of_section;
-    const int heads = min(p.section, p.batch * p.num_q_heads - section * p.section);
-    const int tile = within / heads, head = section * p.section + within - tile * heads;
-    work.request = head / p.num_q_heads;
-    work.head_ = head - work.request * p.num_q_heads;
+    const int all_heads = p.num_q_heads / Shape::kPairHeads, section_heads = p.section / Shape::kPairHeads;
+    const int of_section = section_heads * p.row_tiles, section = index / of_section, within = index - section * of_section;
+    const int heads = min(section_heads, p.batch * all_heads - section * section_heads);
+    const int tile = within / heads, head = section * section_heads + within - tile * heads;
+    work.request = head / all_heads;
+    work.head_ = (head - work.request * all_heads) * Shape::kPairHeads;
     work.first_query = (Shape::kBoundedRight ? p.row_tiles - 1 - tile : tile) * kBlockQ;
     work.seq_q = p.seq_q;
     work.seq_k = p.seq_k;
@@ -126,8 +142,9 @@ struct RowTileDealer {
 
   // The request is found by a prefix sum of its tiles, 32 requests at a time. Indices of a block rise, so what lies behind stays behind.
   __device__ bool find_ragged(const Params& p, Work& work) {
-    int tile = index / p.num_q_heads;
-    work.head_ = index - tile * p.num_q_heads;
+    const int all_heads = p.num_q_heads / Shape::kPairHeads;
+    int tile = index / all_heads;
+    work.head_ = (index - tile * all_heads) * Shape::kPairHeads;
     for (; scanned < p.batch; scanned += kWarpSize) {
       const int b = scanned + lane_id();
       const int own = b < p.batch ? ceil_div(p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b], kBlockQ) : 0;

@@ -21,9 +21,10 @@ struct EmulatedBarrier {
   unsigned parity : 1;
 };
 static_assert(sizeof(EmulatedBarrier) == 8);
-inline EmulatedBarrier& emulated_barrier(uint32_t barrier) {
-  return *reinterpret_cast<EmulatedBarrier*>(emulator::dynamic_shared + barrier);
+inline EmulatedBarrier& emulated_barrier_of(uint32_t rank, uint32_t barrier) {
+  return *reinterpret_cast<EmulatedBarrier*>(emulator::cluster_shared[0] + cluster_address(barrier, rank));
 }
+inline EmulatedBarrier& emulated_barrier(uint32_t barrier) { return emulated_barrier_of(cluster_rank(), barrier); }
 inline void emulated_end_of_phase(EmulatedBarrier& b) {
   if (b.pending != 0 || b.bytes != 0) return;
   b.pending = b.count;
@@ -33,16 +34,25 @@ inline void barrier_init(uint32_t barrier, int arrivals) {
   emulated_barrier(barrier) = {static_cast<uint16_t>(arrivals), static_cast<uint16_t>(arrivals), 0, 0};
 }
 inline void barrier_init_fence() {}
-inline void emulated_arrive(uint32_t barrier, int bytes, int arrivals = 1) {
-  EmulatedBarrier& b = emulated_barrier(barrier);
+inline void emulated_arrive(EmulatedBarrier& b, int bytes, int arrivals = 1) {
   if (b.pending < arrivals) std::fprintf(stderr, "emulator: more arrivals than the barrier counts\n"), std::abort();
   b.bytes += bytes;
   b.pending -= arrivals;
   emulated_end_of_phase(b);
 }
-inline void barrier_arrive(uint32_t barrier) { emulated_arrive(barrier, 0); }
-inline void barrier_arrive(uint32_t barrier, int arrivals) { emulated_arrive(barrier, 0, arrivals); }
-inline void barrier_arrive_expect(uint32_t barrier, uint32_t bytes) { emulated_arrive(barrier, static_cast<int>(bytes)); }
+inline void barrier_arrive(uint32_t barrier) { emulated_arrive(emulated_barrier(barrier), 0); }
+inline void barrier_arrive(uint32_t barrier, int arrivals) { emulated_arrive(emulated_barrier(barrier), 0, arrivals); }
+inline void barrier_arrive_expect(uint32_t barrier, uint32_t bytes) { emulated_arrive(emulated_barrier(barrier), static_cast<int>(bytes)); }
+inline void barrier_arrive_cluster(uint32_t barrier, uint32_t rank) { emulated_arrive(emulated_barrier_of(rank, barrier), 0); }
+inline void barrier_arrive_expect_cluster(uint32_t barrier, uint32_t rank, uint32_t bytes) {
+  emulated_arrive(emulated_barrier_of(rank, barrier), static_cast<int>(bytes));
+}
+inline void store_chunk_cluster(uint32_t address, uint32_t rank, const uint32_t (&words)[4], uint32_t barrier) {
+  std::memcpy(emulator::cluster_shared[0] + cluster_address(address, rank), words, 16);
+  EmulatedBarrier& b = emulated_barrier_of(rank, barrier);
+  b.bytes -= 16;
+  emulated_end_of_phase(b);
+}
 // The lanes of a warp poll together, which a GPU does as long as the compiler keeps them converged: one that comes shortly behind the others
 // passes with them, though what they did since may have ended a further phase.
 inline bool emulated_passes(uint32_t barrier, uint32_t parity) {
@@ -61,7 +71,7 @@ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
   for (int turns = 0; !emulated_passes(barrier, parity & 1);) emulator::yield_or_abort(turns, "the mbarrier at", static_cast<int>(barrier));
 }
 inline emulator::Barrier& emulated_named_barrier(int id, int threads) {
-  emulator::Barrier& barrier = emulator::named_barriers[id];
+  emulator::Barrier& barrier = emulator::named_barriers[emulator::current->rank][id];
   if (id < 1 || id > 15 || threads % 32 != 0 || (barrier.waiting > 0 && barrier.alive != threads)) {
     std::fprintf(stderr, "emulator: named barrier %d is joined for %d threads, and was for %d\n", id, threads, barrier.alive), std::abort();
   }

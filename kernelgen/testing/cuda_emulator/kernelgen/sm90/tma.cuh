@@ -36,16 +36,17 @@ inline void require_box(const TensorMap& map, int rank, uint32_t shared, int col
 }
 
 inline void tma_prefetch_map(const TensorMap&) {}
-inline void emulated_load(int rank, uint32_t target, const TensorMap& map, uint32_t barrier, int column, int row, int head, int request) {
+inline void emulated_load(int rank, uint32_t target, const TensorMap& map, uint32_t barrier, int column, int row, int head, int request,
+                          uint32_t block = cluster_rank()) {
   require_box(map, rank, target, column);
-  auto copy = [=, &map, shared = emulator::dynamic_shared] {
+  auto copy = [=, &map, shared = emulator::cluster_shared[block]] {
     emulated_box(shared, target, map, {column, row, head, request}, [](unsigned char* to, const unsigned char* from) { *to = from ? *from : 0; });
     EmulatedBarrier& b = *reinterpret_cast<EmulatedBarrier*>(shared + barrier);
     b.bytes -= map.box[0] * map.size * map.box[1];
     emulated_end_of_phase(b);
   };
   if (emulator::lazy_copies) {
-    emulator::boxes.push_back({barrier, copy});
+    emulator::boxes.push_back({static_cast<int>(block), barrier, copy});
   } else {
     copy();
   }
@@ -55,6 +56,12 @@ inline void tma_load(uint32_t target, const TensorMap& map, uint32_t barrier, in
 }
 inline void tma_load(uint32_t target, const TensorMap& map, uint32_t barrier, int column, int row, int head, int request) {
   emulated_load(4, target, map, barrier, column, row, head, request);
+}
+inline void tma_load_multicast(uint32_t target, const TensorMap& map, uint32_t barrier, int column, int row, int head, int request,
+                               uint16_t blocks) {
+  for (int block = 0; block < emulator::cluster_blocks; ++block) {
+    if (blocks >> block & 1) emulated_load(4, target, map, barrier, column, row, head, request, block);
+  }
 }
 
 inline void emulated_store(int rank, const TensorMap& map, uint32_t source, int column, int row, int head, int request) {
