@@ -134,6 +134,8 @@ VARIANTS: dict[tuple[tuple[int, int], bool], tuple[Config, ...]] = {
 GROUPED: dict[tuple[tuple[int, int], bool], tuple[Config, ...]] = {
     ((128, 128), True): (Config(2, 128, multicast=2), Config(2, 128, early_keys=True, multicast=2)),
 }
+# Of the config in use, where a pass over the keys takes so long that L2 need not hold them.
+SECTIONS: dict[int, tuple[int, ...]] = {8192: (64,), 16384: (64, 128)}
 # Keys up to which the configs of short calls are timed as well.
 SHORT: dict[tuple[tuple[int, int], bool], tuple[int, tuple[Config, ...]]] = {
     ((64, 64), True): (2048, (_NARROW(diagonal=2), _NARROW(early_keys=True), _NARROW(polynomial=4), Config(1, 128, 3, False))),
@@ -154,7 +156,9 @@ def configs_of(case: Case, target: Target) -> list[Config]:
     """The one in use, then the others that are legal."""
     problem, key = case.problem(), (case.dims, case.causal)
     most, short = SHORT.get(key, (0, ()))
-    wanted = (next(prefill_sm90.candidates(problem, target)), *VARIANTS[key], *(GROUPED[key] if case.group > 1 else ()),
+    used = next(prefill_sm90.candidates(problem, target))
+    sections = () if case.ragged else SECTIONS.get(case.lens[0], ())
+    wanted = (used, *(replace(used, section=size) for size in sections), *VARIANTS[key], *(GROUPED[key] if case.group > 1 else ()),
               *(short if max(case.lens) <= most else ()))
     return [config for config in dict.fromkeys(wanted) if prefill_sm90.legal(problem, target, config)]
 

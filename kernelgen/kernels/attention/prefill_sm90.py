@@ -43,7 +43,6 @@ PARAMS = ParamStruct((
 ENTRY = "attention_prefill_sm90"
 
 _BOX = 64  # columns of a box: 128 bytes
-_L2_BYTES = 32 << 20  # of keys and values that the tiles under way share
 _MAX_TILES = 2**31 - 1 - 2**16  # they and the blocks of a launch are counted in int32
 _OTHER_REGISTERS = 32  # of a consumer's thread, beside scores, weights and output
 _SYSTEM_BYTES = 1024  # of shared memory that each block leaves to the system
@@ -139,7 +138,7 @@ def grid(problem: AttentionProblem, target: Target) -> Iterator[Config]:
 
 def spec(problem: AttentionProblem, target: Target, config: Config) -> KernelSpec:
     """The specialisation: dtype, head dims, features in use and config; nothing that varies per call."""
-    p, c = problem, config
+    p, c = problem, replace(config, section=Config.section)  # which is a scalar
     tile = mma.Config(c.block_q, c.block_k, 4 * c.consumers, c.stages)
     parameters = mma.options(
         p, tile, ragged=p.layout == "ragged", kv_lens=p.kv_lens, out_element=p.out_dtype, shared_memory=shared_memory(p, c),
@@ -163,11 +162,11 @@ def _tiles(problem: AttentionProblem, config: Config) -> tuple[int, int]:
     return tiles, tiles * p.batch * heads
 
 
-def _section(problem: AttentionProblem) -> int:
-    """Query heads whose keys and values share L2, whole groups of them."""
+def _section(problem: AttentionProblem, config: Config) -> int:
+    """Query heads whose tiles are dealt out together, whole groups of them."""
     p = problem
     of_group = max(p.seq_k * (p.head_dim + p.head_dim_v) * 2, 1)
-    groups = 1 << max((_L2_BYTES // of_group).bit_length() - 1, 0)
+    groups = 1 << max(((config.section << 20) // of_group).bit_length() - 1, 0)
     return max(min(groups, p.batch * p.num_kv_heads), 1) * p.group_size
 
 
@@ -175,7 +174,7 @@ def scalars_of(problem: AttentionProblem, config: Config, t: AttentionTensors) -
     """Everything of Params that is fixed by shapes, strides and scalars."""
     row_tiles, tiles = _tiles(problem, config)
     values = scalars_of_all(problem, t) | {
-        "num_q_heads": problem.num_q_heads, "row_tiles": row_tiles, "tiles": tiles, "section": _section(problem)}
+        "num_q_heads": problem.num_q_heads, "row_tiles": row_tiles, "tiles": tiles, "section": _section(problem, config)}
     return {name: values[name] for name in PARAMS.scalars}
 
 

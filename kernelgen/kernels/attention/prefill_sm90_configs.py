@@ -23,6 +23,7 @@ class Config:
     polynomial      every so many-th exponential is made by multiplications: 2, 3, 4; 0 for none
     multicast       two blocks share tiles of keys and values, of which each loads half: 1 neighbouring row tiles of a head, where all rows
                     see the same keys; 2 neighbouring heads of a group; 0 none do
+    section         MiB of keys and values whose heads' tiles are dealt out together, so that L2 holds them
     query_stages    2: the next row tile's queries come while this one's are in use, and its first scores are made beside this one's last
                     product
     """
@@ -40,11 +41,13 @@ class Config:
     polynomial: int = 0
     out_parts: int = 1
     multicast: int = 0
+    section: int = 32
 
     def __str__(self) -> str:
         words = f"{self.block_q}x{self.block_k} s{self.stages}" + (f"+{self.value_stages}" if self.value_stages else "")
         words += (" early" if self.early_keys else "") + (f" diag{self.diagonal}" if self.diagonal else "")
         words += f" share{self.multicast}" if self.multicast else ""
+        words += f" {self.section}MiB" if self.section != Config.section else ""
         words += f" poly{self.polynomial}" if self.polynomial else ""
         words += " turns" if self.pingpong else ""
         words += " overq" if self.out_over_query else f" out{self.out_parts}" if self.out_parts > 1 else ""

@@ -147,6 +147,14 @@ def test_one_spec_for_all_lengths_batches_and_head_counts() -> None:
     assert _spec(replace(BASE, window=(None, 5)), config) == right != spec
 
 
+def test_heads_of_a_section_by_their_keys_and_values() -> None:
+    config, problem = Config(2, 128), replace(BASE, seq_k=16384, num_kv_heads=16)  # 8 MiB a head
+    for size, heads in ((4, 1), (8, 1), (32, 4), (33, 4), (128, 16), (4096, 32)):
+        assert prefill_sm90._section(problem, replace(config, section=size)) == heads
+    assert prefill_sm90._section(BASE, config) == 32  # 2 requests of 4 groups of 4 heads, 2 MiB a group
+    assert _spec(BASE, replace(config, section=64)) == _spec(BASE, config)
+
+
 def test_specs_have_names_of_their_own() -> None:
     """Each feature and each field of a config is a specialisation of its own."""
     config = Config(2, 64)
