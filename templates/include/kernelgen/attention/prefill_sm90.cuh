@@ -219,37 +219,30 @@ struct PrefillSm90 : Sm90Shape<Options> {
     const int lane = lane_id();
 #pragma unroll
     for (int i = 0; i < Shape::kScoreCount; ++i) scores[i] = 0.0f;
-    if constexpr (Options::kEarlyKeys) {
-      const T* k = static_cast<const T*>(p.k) + work.request * p.k_batch + Rows::kv_head(p, work) * p.k_head + lane % 4 * 2;
-      // Eight keys at a time: the products under way leave few registers.
+    const T* k = static_cast<const T*>(p.k) + work.request * p.k_batch + Rows::kv_head(p, work) * p.k_head + lane % 4 * 2;
+    // A few keys at a time: the products under way leave few registers.
+    constexpr int kKeys = Options::kEarlyKeys ? 8 : 16;
 #pragma unroll
-      for (int n = 0; n < kBlockK / 8; ++n) {
-        const int key = first_key + 8 * n + lane / 4;
-        const T* chunk = k + int64_t{work.k_start + key} * p.k_row;
+    for (int n = 0; n < kBlockK / kKeys; ++n) {
+      const int key = first_key + 8 * n + lane / 4;
+      const T* chunk = k + int64_t{work.k_start + key} * p.k_row;
 #pragma unroll 1
-        for (int step = 0; step < Shape::kDepthSteps; ++step, chunk += 16) {
-          uint32_t a[4], b[2] = {0, 0};
-          ldmatrix_x4(a, queries + step / 4 * QueryBox::kBytes + swizzled_chunk(lane % 16, step % 4 * 2 + lane / 16));
+      for (int step = 0; step < Shape::kDepthSteps; ++step, chunk += 16) {
+        const int box = step / 4, column = step % 4 * 2;
+        uint32_t a[4], b[4] = {0, 0};
+        ldmatrix_x4(a, queries + box * QueryBox::kBytes + swizzled_chunk(lane % 16, column + lane / 16));
+        if constexpr (Options::kEarlyKeys) {
           if (key < work.seq_k) {
             b[0] = *reinterpret_cast<const uint32_t*>(chunk);
             if (Options::kHeadDim % 16 == 0 || 16 * step + 8 < Options::kHeadDim) b[1] = *reinterpret_cast<const uint32_t*>(chunk + 8);
           }
-          mma_m16n8k16<T>(reinterpret_cast<float(&)[4]>(scores[4 * n]), a, b[0], b[1]);
+        } else {
+          ldmatrix_x4(b, keys + box * KeyBox::kBytes + swizzled_chunk(16 * n + lane % 8 + lane / 16 * 8, column + lane / 8 % 2));
         }
-      }
-      return;
-    }
-#pragma unroll 1
-    for (int step = 0; step < Shape::kDepthSteps; ++step) {
-      const int box = step / 4, chunk = step % 4 * 2;
-      uint32_t a[4];
-      ldmatrix_x4(a, queries + box * QueryBox::kBytes + swizzled_chunk(lane % 16, chunk + lane / 16));
 #pragma unroll
-      for (int n = 0; n < kBlockK / 16; ++n) {
-        uint32_t b[4];
-        ldmatrix_x4(b, keys + box * KeyBox::kBytes + swizzled_chunk(16 * n + lane % 8 + lane / 16 * 8, chunk + lane / 8 % 2));
-        mma_m16n8k16<T>(reinterpret_cast<float(&)[4]>(scores[8 * n]), a, b[0], b[1]);
-        mma_m16n8k16<T>(reinterpret_cast<float(&)[4]>(scores[8 * n + 4]), a, b[2], b[3]);
+        for (int half = 0; half < kKeys / 8; ++half) {
+          mma_m16n8k16<T>(reinterpret_cast<float(&)[4]>(scores[kKeys / 2 * n + 4 * half]), a, b[2 * half], b[2 * half + 1]);
+        }
       }
     }
   }
