@@ -100,25 +100,29 @@ _NARROW = partial(Config, 1, 64, 3, False, resident=3)
 # (D, Dv), causal -> configs beside the ones in use.
 VARIANTS: dict[tuple[tuple[int, int], bool], tuple[Config, ...]] = {
     ((64, 64), False): (
-        Config(3, 128, 4), Config(3, 128, 4, early_keys=True), Config(3, 128, polynomial=4), Config(3, 128, polynomial=3),
-        Config(3, 128, polynomial=2), Config(3, 128, 4, polynomial=4), Config(2, 192, 3), Config(3, 128, 4, multicast=1),
+        Config(3, 128, 4), Config(3, 128, 4, early_keys=True), Config(3, 128, polynomial=8), Config(3, 128, polynomial=4),
+        Config(3, 128, polynomial=3), Config(3, 128, polynomial=2), Config(3, 128, 4, early_keys=True, polynomial=6, uniform=True),
+        Config(3, 128, uniform=True), Config(2, 192, 3), Config(3, 128, 4, multicast=1),
     ),
     ((64, 64), True): (
-        Config(3, 128), Config(3, 128, 4), Config(3, 128, diagonal=1), Config(3, 128, diagonal=2), Config(3, 128, polynomial=4),
-        Config(3, 128, polynomial=2), Config(3, 128, 4, diagonal=2, polynomial=4),
+        Config(3, 128), Config(3, 128, 4), Config(3, 128, 4, early_keys=True), Config(3, 128, diagonal=1), Config(3, 128, diagonal=2),
+        Config(3, 128, polynomial=8), Config(3, 128, polynomial=4), Config(3, 128, 4, early_keys=True, diagonal=2, polynomial=6),
     ),
     ((128, 128), False): (
         Config(2, 128, 3, value_stages=2), Config(2, 128, early_keys=True), Config(2, 128, 3, value_stages=2, early_keys=True),
+        Config(2, 128, early_keys=True, uniform=True),
         _OVER(128, 3), Config(2, 160, early_keys=True), _OVER(176, early_keys=True), Config(2, 128, multicast=1),
         Config(2, 128, early_keys=True, multicast=1),
     ),
     ((128, 128), True): (
         Config(2, 128, 3, value_stages=2), Config(2, 128, early_keys=True), Config(2, 128, diagonal=1), Config(2, 128, diagonal=2),
         Config(2, 128, 3, value_stages=2, diagonal=2), Config(2, 128, early_keys=True, diagonal=2),
+        Config(2, 128, early_keys=True, diagonal=2, uniform=True),
     ),
     ((256, 256), False): (
         _OVER(80, early_keys=True), _OVER(64, 3, value_stages=2), _OVER(64, 3, value_stages=2, early_keys=True),
-        Config(2, 64, out_parts=2), Config(2, 64, early_keys=True, out_parts=2), _OVER(80, multicast=1),
+        Config(2, 64, out_parts=2), Config(2, 64, early_keys=True, out_parts=2), _OVER(80, early_keys=True, uniform=True),
+        _OVER(80, multicast=1),
         _OVER(80, early_keys=True, multicast=1),
     ),
     ((256, 256), True): (

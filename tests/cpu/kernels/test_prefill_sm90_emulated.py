@@ -240,7 +240,7 @@ EARLY = replace(CAUSAL, config=Config(2, 32, 3, value_stages=2, early_keys=True)
 RAGGED = Case(Config(3, 32, 2, value_stages=3, early_keys=True), (40, 0, 170), (60, 9, 150), True, (4, 2), (72, 40), "fp16",
               window=(None, 30), kv_lens=(60, 9, 131))
 
-POLYNOMIALS = replace(CAUSAL, config=Config(2, 32, polynomial=3), lse=False)
+POLYNOMIALS = replace(CAUSAL, config=Config(2, 32, polynomial=3, uniform=True), lse=False)
 
 CHANGES: dict[str, tuple[Case, Change]] = {
     "growing, keys given back early": (EARLY, growing(tuple(-step for step in STEPS))),
