@@ -93,6 +93,8 @@ RULES: tuple[Rule, ...] = (
          capability=(90,), kernel="attention/prefill_sm90", when=hopper_prefill),
     Rule("attention", "generated", 50, "TMA and WGMMA: fewer queries than a tile, masks and variants were not timed",
          target_kind="cuda", kernel="attention/prefill_sm90"),
+    Rule("attention", "generated", 22, "prefill_sm90 in CuTe-DSL, which has not run on a GPU: where a tuning finds it faster",
+         target_kind="cuda", kernel="attention/prefill_sm90_cute"),
     Rule("attention", "generated", 65, "long keys and fewer tasks of prefill_cpu than threads: split_cpu gives those keys, too",
          target_kind="cpu", kernel="attention/split_cpu", fits=few_tasks),
     Rule("attention", "generated", 55, "for calls whose tasks leave threads idle: this one has enough", target_kind="cpu",
@@ -127,6 +129,8 @@ RULES: tuple[Rule, ...] = (
          target_kind="cuda", capability=(90,), kernel="gemm/grouped_mixed_sm90"),
     Rule("grouped_gemm", "generated", 64, "TMA and WGMMA: 0.96 - 1.12 x as fast as torch._grouped_mm (H200, 2026-11-30, "
          "tools/bench/results/h200_gemm_hopper.json)", target_kind="cuda", capability=(90,), kernel="gemm/grouped_sm90"),
+    Rule("grouped_gemm", "generated", 22, "the same products of 16 bits in CuTe-DSL: not timed, so where a tuning finds it faster",
+         target_kind="cuda", kernel="gemm/grouped_sm90_cute"),
     Rule("moe", "generated", 64, "up to 8 tokens in two launches: 8 take 0.85 - 0.98 x the time of the composition, 1 takes 0.39 - 0.84 x "
          "(six layers on an H200, 2026-11-30, tools/bench/results/tried/h200_moe_small_tune.json)", target_kind="cuda",
          capability=(90,), kernel="moe/small_cuda", when=few_tokens),
@@ -159,6 +163,8 @@ RULES: tuple[Rule, ...] = (
     Rule("moe", "flashinfer", 21, "before the oracle alone: it compiles for minutes at its first use, and was not run by this adapter on a "
          "GPU yet", target_kind="cuda"),
     Rule("", "flashinfer", 31, "FlashInfer, whose kernels are compiled for minutes at first use (unmeasured)"),
+    *(Rule(op, "triton", 21, "before the oracle alone: portable, untuned, not run on a GPU yet", target_kind="cuda")
+      for op in ("attention", "paged_attention")),
     Rule("", "triton", 30, "before the oracle: portable, untuned, 8.6 x the time of the best in the mean of 30 products (H200, 2026-11-30, "
          "tools/bench/results/h200_dispatch.json), for what has no kernel elsewhere"),
 )

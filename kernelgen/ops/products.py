@@ -14,6 +14,7 @@ from kernelgen.ops.checks import check_apart, check_no_output_with_grad, check_o
 from kernelgen.ops.weights import PackedWeight
 from kernelgen.problems.common import alignment_of
 from kernelgen.problems.gemm import ACTIVATIONS, GATED_ACTIVATIONS
+from kernelgen.variants.epilogue_function import EpilogueFunction
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 BLOCK = 128
@@ -38,6 +39,7 @@ class Epilogue(NamedTuple):
     out_scale: str | None
     out: Output
     deterministic: bool
+    function: EpilogueFunction | None = None
 
 
 class Result(NamedTuple):
@@ -119,6 +121,16 @@ def check_options(e: Epilogue) -> None:
         raise DtypeError(f"out_dtype: got {e.out_dtype!r}, expected a torch dtype such as torch.bfloat16")
 
 
+def check_function(e: Epilogue, shape: tuple[int, ...], device: torch.device) -> None:
+    """A user's epilogue, of a product of ``shape``. Raises SettingsError beside what it takes the place of."""
+    if not isinstance(e.function, EpilogueFunction):
+        raise SettingsError(f"epilogue: got a {type(e.function).__name__}, expected one made by kernelgen.epilogue(function)")
+    for name, got in (("bias", e.bias), ("activation", e.activation), ("c", e.c), ("out_scale", e.out_scale)):
+        if got is not None:
+            raise SettingsError(f"{name}: got one beside an epilogue, expected none: write it into the function, or leave the epilogue out")
+    e.function.check(shape, device)
+
+
 def outputs_of(activation: str | None, n: int) -> int:
     """Columns of the output. Raises ShapeError where gate and up do not pair up."""
     if activation not in GATED_ACTIVATIONS:
@@ -192,6 +204,12 @@ def check_results_apart(result: Result, e: Epilogue, **read: torch.Tensor | None
     out, scale = split_output(e.out, e.out_scale)
     check_apart("out", out, bias=e.bias, c=other_addend(e.c, e.beta, result.out), **read)
     check_apart("out scale", scale, out=result.out, bias=e.bias, c=e.c, **read)
+
+
+def check_apart_from_extras(out: torch.Tensor | None, function: EpilogueFunction | None) -> None:
+    """An epilogue may read any element of its tensors, not only the one in the place that it writes."""
+    if out is not None and function is not None:
+        check_apart("out", out, **{f"extra tensor {name!r}": t for name, t in function.tensors.items()})
 
 
 def meeting(out: torch.Tensor, t: Any) -> Callable[..., bool]:

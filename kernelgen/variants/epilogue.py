@@ -2,29 +2,44 @@
 whose columns are a gate's and what it gates ``(x, y, ctx) -> value``, x of the first half of the columns and y of the second.
 
 ``ctx`` has ``batch``, ``row`` and ``column`` of the element, the extra tensors, indexed with one integer expression per dimension, and the
-extra numbers. Traced once, it is written as Python for CuTe-DSL (templates/cute/functions.py has its helpers).
+extra numbers. Traced once, it is written as C++ (emit.py) for CUDA and CPU kernels and as Python for CuTe-DSL (templates/cute/functions.py
+has its helpers). The public side: epilogue_function.py.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from kernelgen.errors import VariantError
-from kernelgen.variants.expression import BOOL, FLOATS, INT, INT32, REAL, Expression, in_order, make, number_of
-from kernelgen.variants.trace import _KIND_TYPE, Context, Tensor, Value, _names_in, _result, extra_tensor
+from kernelgen.variants.dsl import Writer
+from kernelgen.variants.expression import FLOATS, INT, INT32, REAL, Expression, in_order, make
+from kernelgen.variants.trace import _KIND_TYPE, Context, Tensor, Value, _element, _names_in, _result, extra_tensor
 from kernelgen.variants.traced import ExtraScalar, ExtraTensor, scalar_kind
 
 FIELDS = ("batch", "row", "column")
-_INFIX = {"add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "eq": "==", "ne": "!=", "and": "&", "or": "|"}
-_HELPERS = {"maximum": "maximum", "minimum": "minimum", "abs": "absolute", "sigmoid": "sigmoid", "power": "power", "where": "where"}
-_MATH = ("exp", "exp2", "expm1", "log", "log1p", "log2", "log10", "tanh", "erf", "sqrt", "rsqrt", "sin", "cos", "floor", "ceil", "trunc")
 _WORDS = {"bool": "Int32", "int32": "Int32", "float": "Float32"}
 _DSL = {"float32": "Float32", "bfloat16": "BFloat16", "float16": "Float16", "int32": "Int32", "int64": "Int64", "uint8": "Uint8"}
+
+
+class _EpilogueWriter(Writer):
+    """Extra values are arguments: tensors and numbers."""
+
+    def leaf(self, e: Expression) -> str | None:
+        if e.op in ("score", "field"):
+            return str(e.value)
+        if e.op == "size" and isinstance(e.value, tuple):
+            return f"Int32(cute.size(extra_{e.value[0]}, mode=[{e.value[1]}]))"
+        return f"extra_{e.value}" if e.op == "scalar" else None
+
+    def load(self, e: Expression, names: Mapping[Expression, str]) -> str:
+        places = [self.operand(i, names, "Int32") for i in e.operands]
+        indices = [at if i.low >= 0 else f"functions.from_end(extra_{e.value}, {d}, {at})"
+                   for d, (i, at) in enumerate(zip(e.operands, places))]
+        return f"functions.load({', '.join((f'extra_{e.value}', *indices))})"
 
 
 @dataclass(frozen=True)
@@ -32,12 +47,30 @@ class TracedEpilogue:
     """An epilogue as its kernels see it. Equal where the expression and the extra values that it reads are equal.
 
     rows    names of tensors whose last dimension is contiguous, which is compiled in
+    gated   takes two columns of the product for one of the output
     """
 
     result: Expression
     tensors: tuple[ExtraTensor, ...] = ()
     scalars: tuple[ExtraScalar, ...] = ()
     rows: tuple[str, ...] = ()
+    gated: bool = False
+    name: str | None = field(default=None, compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.name or 'e'}_{self.digest}"
+
+    def cpp(self, scalar: str = "float") -> str:
+        """C++ text of ``struct EpilogueFunction``, for kernels whose sums are ``scalar`` ("float" or "double")."""
+        from kernelgen.variants.emit import epilogue_function
+
+        return epilogue_function(self, scalar)
+
+    def fits(self, tensors: Mapping[str, Any], scalars: Mapping[str, Any]) -> bool:
+        """Are these of the kinds that were traced?"""
+        same = all(extra_tensor(t.name, given := tensors[t.name]) == t and (t.name in self.rows) == (t.rank > 0 and given.stride(-1) == 1)
+                   for t in self.tensors)
+        return same and all(scalar_kind(s.name, scalars[s.name]) == s.kind for s in self.scalars)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -62,23 +95,43 @@ class TracedEpilogue:
     @cached_property
     def code(self) -> str:
         """``def epilogue(x, y, batch, row, column, *extra values)``."""
-        names: dict[Expression, str] = {}
-        lines = [f"def epilogue({', '.join(('x', 'y', *FIELDS, *(f'extra_{n}' for n in self.names)))}):"]
-        for e in in_order((self.result,)):
-            if e.is_constant or e.op in ("score", "field", "scalar"):
-                names[e] = _leaf(e)
-                continue
-            names[e] = f"t{len(lines) - 1}"
-            lines.append(f"    {names[e]} = {_text(e, names)}")
-        return "\n".join([*lines, f"    return {_in(self.result, names, 'Float32')}"])
+        head = f"def epilogue({', '.join(('x', 'y', *FIELDS, *(f'extra_{n}' for n in self.names)))}):"
+        return "\n".join([head, *_EpilogueWriter().lines(self.result, "Float32")])
 
     @cached_property
     def digest(self) -> str:
-        return hashlib.sha256(self.code.encode()).hexdigest()[:12]
+        """12 hex digits of the C++ text: the same for every function that gives the same kernel."""
+        return hashlib.sha256(self.cpp().encode()).hexdigest()[:12]
+
+    @cached_property
+    def outside_dsl(self) -> str:
+        """Why CuTe-DSL cannot have it, or ""."""
+        for t in self.tensors:
+            if t.dtype not in _DSL or t.rank == 0:
+                return f"extra tensor {t.name!r} is {t.dtype} of {t.rank} dimensions: one of {', '.join(_DSL)}, one dimension or more"
+        for s in self.scalars:
+            if s.kind not in _WORDS:
+                return f"the number {s.name!r} needs 64 bits: one of 32"
+        try:
+            _ = self.code
+        except VariantError as error:
+            return str(error).removeprefix("epilogue: ")
+        return ""
 
 
 def trace_epilogue(
     function: Callable[..., Any], tensors: Mapping[str, Any] | None = None, scalars: Mapping[str, Any] | None = None, gated: bool = False
+) -> TracedEpilogue:
+    """:func:`trace_function`, for CuTe-DSL. Raises VariantError also for what has no form there."""
+    traced = trace_function(function, tensors, scalars, gated)
+    if traced.outside_dsl:
+        raise VariantError(f"epilogue: {traced.outside_dsl}")
+    return traced
+
+
+def trace_function(
+    function: Callable[..., Any], tensors: Mapping[str, Any] | None = None, scalars: Mapping[str, Any] | None = None, gated: bool = False,
+    name: str | None = None,
 ) -> TracedEpilogue:
     """``function`` called once with stand-ins; ``gated``: it takes both halves. Raises VariantError for what cannot become a kernel,
     DtypeError for a tensor's type."""
@@ -87,82 +140,16 @@ def trace_epilogue(
     hidden = {"x", "y", *FIELDS} & {*known, *numbers}
     if hidden:
         raise VariantError(f"epilogue: the extra value {min(hidden)!r} hides a field of the context; rename it")
-    for name, t in known.items():
-        if t.dtype not in _DSL:
-            raise VariantError(f"epilogue: extra tensor {name!r} is {t.dtype}, expected one of {', '.join(_DSL)}")
-        if t.rank == 0:
-            raise VariantError(f"epilogue: extra tensor {name!r} has no dimension, expected one or more; pass a number by scalars=")
     values: dict[str, Value | Tensor] = {
-        name: Value(make("field", INT, value=name, bounds=(0, INT32[1]))) for name in FIELDS}
-    values |= {name: Tensor(t) for name, t in known.items()}
-    for name, scalar in numbers.items():
-        if scalar.kind not in _WORDS:
-            raise VariantError(f"epilogue: the number {name!r} needs 64 bits, expected one of 32")
+        field: Value(make("field", INT, value=field, bounds=(0, INT32[1]))) for field in FIELDS}
+    values |= {n: Tensor(t) if t.rank else _element(t, ()) for n, t in known.items()}
+    for n, scalar in numbers.items():
         dtype, bounds = _KIND_TYPE[scalar.kind]
-        values[name] = Value(make("scalar", dtype, value=name, weak=True, bounds=bounds))
+        values[n] = Value(make("scalar", dtype, value=n, weak=True, bounds=bounds))
     given = [Value(make("score", REAL, value=half)) for half in (("x", "y") if gated else ("x",))]
-    result = _result("score", function(*given, Context(values)), FLOATS, "a float (the new value)")
-    read = {name for e in in_order((result,)) for name in _names_in(e)}
+    result = _result("epilogue", function(*given, Context(values)), FLOATS, "a float (the new value)")
+    read = {n for e in in_order((result,)) for n in _names_in(e)}
     # Descriptions without a tensor are those of calls, whose rows are contiguous.
-    rows = (n for n, t in (tensors or {}).items() if n in read and (isinstance(t, ExtraTensor) or t.stride(-1) == 1))
-    traced = TracedEpilogue(result, tuple(known[n] for n in sorted(known) if n in read),
-                            tuple(numbers[n] for n in sorted(numbers) if n in read), tuple(sorted(rows)))
-    _ = traced.code  # an operation that has no form there is said now
-    return traced
-
-
-def _leaf(e: Expression) -> str:
-    if e.op == "scalar":
-        return f"extra_{e.value}"
-    return str(e.value)
-
-
-def _kind(e: Expression) -> str:
-    return {INT: "Int32", BOOL: "Boolean"}.get(e.dtype, "Float32")
-
-
-def _in(e: Expression, names: Mapping[Expression, str], wanted: str) -> str:
-    """e as a value of a type of the DSL."""
-    if e.is_constant:
-        number = number_of(e)
-        if wanted == "Boolean":
-            return repr(bool(number))
-        if wanted == "Float32" and not math.isfinite(number):
-            return f'Float32(float("{float(number)}"))'
-        return f"{wanted}({float(number) if wanted == 'Float32' else int(number)!r})"
-    return names[e] if _kind(e) == wanted else f"{wanted}({names[e]})"
-
-
-def _text(e: Expression, names: Mapping[Expression, str]) -> str:
-    if e.op == "load":
-        places = [_in(i, names, "Int32") for i in e.operands]
-        indices = [at if i.low >= 0 else f"functions.from_end(extra_{e.value}, {d}, {at})"
-                   for d, (i, at) in enumerate(zip(e.operands, places))]
-        return f"functions.load({', '.join((f'extra_{e.value}', *indices))})"
-    if e.op == "size" and isinstance(e.value, tuple):
-        return f"Int32(cute.size(extra_{e.value[0]}, mode=[{e.value[1]}]))"
-    if e.op == "cast":
-        return _in(e.operands[0], names, _kind(e))
-    if e.op == "where":
-        condition, *chosen = e.operands
-        return f"functions.where({', '.join((_in(condition, names, 'Boolean'), *(_in(v, names, _kind(e)) for v in chosen)))})"
-    # Comparisons take the type of their operands, all else that of the result.
-    of_floats = any(o.dtype in FLOATS for o in e.operands)
-    wanted = ("Float32" if of_floats else "Int32") if e.dtype == BOOL and e.op not in ("and", "or", "not") else _kind(e)
-    values = [_in(o, names, wanted) for o in e.operands]
-    if e.op in _INFIX:
-        return f"{values[0]} {_INFIX[e.op]} {values[1]}"
-    if e.op == "div" and wanted == "Float32":
-        return f"{values[0]} / {values[1]}"
-    if e.op in ("floordiv", "mod") and wanted == "Int32" and e.operands[0].low >= 0 and e.operands[1].low > 0:
-        return f"{values[0]} {'//' if e.op == 'floordiv' else '%'} {values[1]}"
-    if e.op == "neg":
-        return f"-{values[0]}"
-    if e.op == "not" and e.dtype == BOOL:
-        return f"functions.negation({values[0]})"
-    if e.op in _HELPERS:
-        return f"functions.{_HELPERS[e.op]}({', '.join(values)})"
-    if e.op in _MATH and wanted == "Float32":
-        return f"cute.math.{e.op}({', '.join(values)})"
-    raise VariantError(f"epilogue: {e.op} of {e.dtype} values is not in CuTe-DSL epilogues; they have + - * / comparisons & | ~, where, "
-                       f"minimum, maximum, abs, sigmoid, pow, {', '.join(_MATH)}, // and % of numbers that are not negative")
+    rows = (n for n, t in (tensors or {}).items() if n in read and known[n].rank and (isinstance(t, ExtraTensor) or t.stride(-1) == 1))
+    return TracedEpilogue(result, tuple(known[n] for n in sorted(known) if n in read),
+                          tuple(numbers[n] for n in sorted(numbers) if n in read), tuple(sorted(rows)), gated, name)
