@@ -67,9 +67,9 @@ def ragged(count: int, longest: int, causal: bool) -> None:
 def config_runs(family: Any, d: int, config: Any, causal: bool, repeats: int = 200) -> str:
     """One config by itself, then ``repeats`` times with equal bits; why it is not legal."""
     seed = seed_of("sm90 config", d, config, causal)
-    q, k, v = inputs(3, 701, 733, 6, 2, d, seed=seed)
+    q, k, v = inputs(3, 701, 733, 8, 2, d, seed=seed)
     v[:, 680, 0, 3] = NAN
-    problem = AttentionProblem("dense", 3, 701, 733, 6, 2, d, d, "bf16", "bf16", "bf16", causal=causal)
+    problem = AttentionProblem("dense", 3, 701, 733, 8, 2, d, d, "bf16", "bf16", "bf16", causal=causal)
     target = target_of(CUDA)
     verdict = family.legal(problem, target, config)
     if not verdict:

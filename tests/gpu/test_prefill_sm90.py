@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from kernelgen import build
+from kernelgen import reference as ref
 from kernelgen.kernels.attention import prefill_sm90
 from kernelgen.kernels.attention.prefill_sm90_configs import TABLE, Config
 from kernelgen.problems.attention import AttentionProblem
 from kernelgen.targets import target_of
+from kernelgen.tensors import AttentionTensors
 from kernelgen.testing import prefill_gpu
 from kernelgen.testing.adapters import aligned, only
 from kernelgen.testing.attention_calls import compare_nonfinite
 from kernelgen.testing.attention_cases import Spec, check, make_problem, specs
-from kernelgen.testing.data import seed_of
-from kernelgen.testing.prefill_gpu import AXES, CUDA, DIMS, INF, LENGTHS, NAN, PLACES
+from kernelgen.testing.data import cu_seqlens, poisoned_empty, random_tensors, seed_of
+from kernelgen.testing.prefill_gpu import AXES, BF16, CUDA, DIMS, INF, LENGTHS, NAN, PLACES
+from kernelgen.testing.tolerance import assert_attention_close
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90")
 
@@ -73,6 +78,19 @@ def every_config() -> list[tuple[int, Config]]:
         (128, Config(2, 128, query_stages=2)), (128, Config(2, 128, out_over_query=True, query_stages=2)),
         (64, Config(3, 96, query_stages=2)), (64, Config(1, 64, 3, query_stages=2)), (128, Config(1, 64, pingpong=False, resident=2)),
         (96, Config(3, 64, pingpong=False, out_over_query=True, query_stages=2)),
+        (128, Config(2, 128, 3, value_stages=2)), (128, Config(2, 128, early_keys=True)),
+        (256, Config(2, 80, out_over_query=True, early_keys=True)), (256, Config(2, 64, 3, out_over_query=True, value_stages=2)),
+        (256, Config(2, 64, 3, out_over_query=True, value_stages=2, early_keys=True)),
+        (64, Config(3, 128, 4, value_stages=3)), (64, Config(3, 128, 3, early_keys=True)),
+        (72, Config(2, 96, 2, value_stages=4, early_keys=True)),
+        (64, Config(3, 128, diagonal=1)), (64, Config(3, 128, diagonal=2)), (128, Config(2, 128, diagonal=2)),
+        (64, Config(3, 128, polynomial=4)),
+        (128, Config(2, 128, 3, value_stages=2, diagonal=2)), (256, Config(2, 80, out_over_query=True, early_keys=True, diagonal=1)),
+        (64, Config(3, 128, 3, early_keys=True, diagonal=2, polynomial=3)), (256, Config(2, 64, out_parts=2)),
+        (128, Config(2, 128, uniform=True)), (64, Config(3, 128, 4, early_keys=True, polynomial=8, uniform=True)),
+        (128, Config(2, 128, multicast=1)), (128, Config(2, 128, multicast=2)), (256, Config(2, 80, out_over_query=True, multicast=1)),
+        (64, Config(3, 128, 4, early_keys=True, multicast=1)), (128, Config(2, 128, early_keys=True, diagonal=2, multicast=2)),
+        (40, Config(1, 64, 3, False, resident=3, diagonal=2, polynomial=2)),
     ]
     return list(dict.fromkeys(rows + others))
 
@@ -83,6 +101,31 @@ def test_every_config(d: int, config: Config, causal: bool) -> None:
     refused = prefill_gpu.config_runs(prefill_sm90, d, config, causal)
     if refused:
         pytest.skip(refused)
+
+
+@pytest.mark.parametrize("config", [Config(2, 128), Config(2, 128, early_keys=True), Config(2, 96, polynomial=2),
+                                    Config(2, 64, early_keys=True, diagonal=2, polynomial=4)], ids=str)
+@pytest.mark.parametrize("layout", ["dense", "ragged"])
+def test_weights_of_inf_have_scores_made_again(config: Config, layout: str) -> None:
+    """Logits of each tile outgrow those of the tile before by 2^150 and more, in every fourth row."""
+    seed, lens = seed_of("sm90 weights of inf", config, layout), (700, 333)
+    q, k, v = random_tensors([(sum(lens), 4, 104), (sum(lens), 2, 104), (sum(lens), 2, 104)], BF16, seed=seed, device=CUDA)
+    q[::4, :, 103] = 16.0
+    places = torch.cat([torch.arange(n) for n in lens]).to(CUDA)
+    k[5, 1, 2] = NAN  # of another head, behind the last value of a row
+    k[:, :, 103] = (-80.0 * (places // 64)).to(BF16)[:, None]
+    lengths = cu_seqlens(lens, CUDA) if layout == "ragged" else None
+    shape = (len(lens), sum(lens), sum(lens)) if lengths is not None else (1, sum(lens), sum(lens))
+    problem = AttentionProblem(layout, *shape, 4, 2, 104, 104, "bf16", "bf16", "bf16", causal=True)
+    out = poisoned_empty(q.shape, BF16, CUDA)
+    given = (q, k, v, out) if lengths is not None else tuple(x.unsqueeze(0) for x in (q, k, v, out))
+    tensors = AttentionTensors(*given, None, 0.125, *((lengths, lengths) if lengths is not None else ()))
+    prefill_sm90.bind(problem, config, build.kernel(prefill_sm90.spec(problem, target_of(CUDA), config)), tensors)(tensors)
+    call = {"causal": True, "scale": 0.125}
+    args = (*given[:3], lengths, lengths) if lengths is not None else given[:3]
+    reference: Any = ref.attention_varlen if lengths is not None else ref.attention
+    exact, plain = reference(*args, **call), reference(*args, **call, compute_dtype=torch.float32, p_dtype=BF16).to(BF16)
+    assert_attention_close(given[3], exact, plain, what=f"{config} {layout}", seed=seed)
 
 
 def test_repeats_in_a_cuda_graph_and_on_two_streams() -> None:

@@ -33,7 +33,7 @@ _RARE = ("sinks", "alibi_slopes", "mask", "mask_indptr", "variant_words")
 PARAMS = ParamStruct((
     *((name, "ptr") for name in (*_CALL, "counter", *_RARE)),
     *((name, "i64") for name in (
-        "out_batch", "out_row", "out_head", "lse_batch", "lse_row", "lse_head", "alibi_batch", "alibi_head",
+        "k_batch", "k_row", "k_head", "out_batch", "out_row", "out_head", "lse_batch", "lse_row", "lse_head", "alibi_batch", "alibi_head",
         "mask_batch", "mask_row", "mask_head", "mask_key")),
     *((name, "i32") for name in (
         "seq_q", "seq_k", "batch", "group_size", "num_q_heads", "row_tiles", "tiles", "section", "window_left", "window_right",
@@ -43,7 +43,6 @@ PARAMS = ParamStruct((
 ENTRY = "attention_prefill_sm90"
 
 _BOX = 64  # columns of a box: 128 bytes
-_L2_BYTES = 32 << 20  # of keys and values that the tiles under way share
 _MAX_TILES = 2**31 - 1 - 2**16  # they and the blocks of a launch are counted in int32
 _OTHER_REGISTERS = 32  # of a consumer's thread, beside scores, weights and output
 _SYSTEM_BYTES = 1024  # of shared memory that each block leaves to the system
@@ -68,10 +67,10 @@ def shared_memory(problem: AttentionProblem, config: Config) -> int:
     c = config
     depth, columns = round_up(problem.head_dim, _BOX), round_up(problem.head_dim_v, _BOX)
     queries, out = 64 * 2 * depth, 64 * 2 * columns
-    of_consumer = c.query_stages * max(queries, out) if c.out_over_query else c.query_stages * queries + out
-    tiles = c.consumers * of_consumer + c.stages * c.block_k * 2 * (depth + columns)
-    barriers = 16 * c.stages * 2 + 8 * c.stages + 16 * c.consumers * c.query_stages
-    return round_up(round_up(tiles + barriers, 16) + 2 * 16 + 2 * 32 + c.stages * 16, 128)
+    of_consumer = c.query_stages * max(queries, out) if c.out_over_query else c.query_stages * queries + out // c.out_parts
+    tiles = c.consumers * of_consumer + c.block_k * 2 * (c.stages * depth + c.value_ring * columns)
+    barriers = 16 * c.stages + 24 * c.value_ring + 16 * c.consumers * c.query_stages
+    return round_up(round_up(tiles + barriers, 16) + 2 * 16 + 2 * 32 + c.value_ring * 16, 128)
 
 
 def _registers(problem: AttentionProblem, config: Config) -> int:
@@ -87,7 +86,20 @@ def legal(problem: AttentionProblem, target: Target, config: Config) -> Verdict:
     shared, registers = shared_memory(problem, c), _registers(problem, c)
     return first_no(
         (c.block_k % 16 == 0 and 16 <= c.block_k <= 256, f"block_k {c.block_k} is not a multiple of 16 up to 256"),
-        (c.stages >= 2 and c.query_stages in (1, 2), f"{c.stages} stages, at least 2; {c.query_stages} of queries, 1 or 2"),
+        (min(c.stages, c.value_ring) >= 2 and c.query_stages in (1, 2),
+         f"{c.stages} stages of keys, {c.value_ring} of values, at least 2; {c.query_stages} of queries, 1 or 2"),
+        (c.diagonal in (0, 1) or (c.diagonal == 2 and c.block_k % 32 == 0),
+         f"diagonal {c.diagonal} beside {c.block_k} keys: 0, 1, or 2 beside a multiple of 32"),
+        (c.polynomial in (0, 2, 3, 4, 6, 8), f"every {c.polynomial}th exponential by a polynomial: 2, 3, 4, 6, 8, or 0 for none"),
+        (c.multicast in (0, 1, 2) and (not c.multicast or c.resident == 1),
+         f"multicast {c.multicast}, {c.resident} blocks of an SM: 0, or 1 and 2 of one block"),
+        (c.multicast != 1 or (problem.layout == "dense" and not problem.causal and not problem.windowed),
+         "multicast 1: row tiles of a head that see the same keys, dense and without a causal mask or window"),
+        (c.multicast != 2 or problem.group_size % 2 == 0, f"multicast 2: groups of {problem.group_size} heads, got no even number"),
+        (c.out_parts in (1, 2) and (c.out_parts == 1 or (not c.out_over_query and round_up(problem.head_dim_v, _BOX) % (2 * _BOX) == 0)),
+         f"{c.out_parts} parts of results of {problem.head_dim_v} columns: 1, or 2 of whole boxes of {_BOX} beside the queries"),
+        (not (c.polynomial and problem.return_lse), "polynomials are not exact enough for an LSE"),
+        (c.diagonal == 0 or c.query_stages == 1, f"diagonal {c.diagonal} beside {c.query_stages} stages of queries"),
         (row_tiles_of(problem, c)[1] <= _MAX_TILES,
          f"{row_tiles_of(problem, c)[1]} row tiles of {problem.num_q_heads} heads, at most {_MAX_TILES}"),
         (registers <= c.registers, f"config {c} needs about {registers} registers, a consumer has {c.registers}"),
@@ -126,12 +138,14 @@ def grid(problem: AttentionProblem, target: Target) -> Iterator[Config]:
 
 def spec(problem: AttentionProblem, target: Target, config: Config) -> KernelSpec:
     """The specialisation: dtype, head dims, features in use and config; nothing that varies per call."""
-    p, c = problem, config
+    p, c = problem, replace(config, section=Config.section)  # which is a scalar
     tile = mma.Config(c.block_q, c.block_k, 4 * c.consumers, c.stages)
     parameters = mma.options(
         p, tile, ragged=p.layout == "ragged", kv_lens=p.kv_lens, out_element=p.out_dtype, shared_memory=shared_memory(p, c),
-        pingpong=c.pingpong, out_over_query=c.out_over_query, query_stages=c.query_stages, resident=c.resident,
-        mma_columns=" ".join(str(n) for n in sorted({c.block_k, round_up(p.head_dim_v, 16)})))
+        value_stages=c.value_ring, early_keys=c.early_keys, pingpong=c.pingpong, out_over_query=c.out_over_query,
+        query_stages=c.query_stages, resident=c.resident, diagonal=c.diagonal, polynomial=c.polynomial, uniform=c.uniform,
+        longest_first=c.longest_first, out_parts=c.out_parts, multicast=c.multicast,
+        mma_columns=" ".join(str(n) for n in sorted({c.block_k, c.block_k // (2 if c.diagonal == 2 else 1), round_up(p.head_dim_v, 16)})))
     words = mma.words_of(parameters, tile)[:-len(str(tile).split())]
     return KernelSpec.make(
         "_".join([ENTRY, *words, *str(c).split()]), "attention/prefill_sm90.cu.jinja", "nvrtc", parameters,
@@ -140,18 +154,19 @@ def spec(problem: AttentionProblem, target: Target, config: Config) -> KernelSpe
 
 
 def row_tiles_of(problem: AttentionProblem, config: Config) -> tuple[int, int]:
-    """(row tiles of a dense request, row tiles in all; ragged: a bound from Tq alone)."""
-    p, tiles = problem, -(-problem.seq_q // config.block_q)
+    """(row tiles of a dense request, row tiles in all; ragged: a bound from Tq alone), of a cluster where blocks share keys."""
+    p, tiles = problem, -(-problem.seq_q // (config.block_q * (2 if config.multicast == 1 else 1)))
+    heads = p.num_q_heads // (2 if config.multicast == 2 else 1)
     if p.layout == "ragged":
-        return 0, (tiles + p.batch if tiles and p.batch else 0) * p.num_q_heads
-    return tiles, tiles * p.batch * p.num_q_heads
+        return 0, (tiles + p.batch if tiles and p.batch else 0) * heads
+    return tiles, tiles * p.batch * heads
 
 
-def _section(problem: AttentionProblem) -> int:
-    """Query heads whose keys and values share L2, whole groups of them."""
+def _section(problem: AttentionProblem, config: Config) -> int:
+    """Query heads whose tiles are dealt out together, whole groups of them."""
     p = problem
     of_group = max(p.seq_k * (p.head_dim + p.head_dim_v) * 2, 1)
-    groups = 1 << max((_L2_BYTES // of_group).bit_length() - 1, 0)
+    groups = 1 << max(((config.section << 20) // of_group).bit_length() - 1, 0)
     return max(min(groups, p.batch * p.num_kv_heads), 1) * p.group_size
 
 
@@ -159,7 +174,7 @@ def scalars_of(problem: AttentionProblem, config: Config, t: AttentionTensors) -
     """Everything of Params that is fixed by shapes, strides and scalars."""
     row_tiles, tiles = row_tiles_of(problem, config)
     values = scalars_of_all(problem, t) | {
-        "num_q_heads": problem.num_q_heads, "row_tiles": row_tiles, "tiles": tiles, "section": _section(problem)}
+        "num_q_heads": problem.num_q_heads, "row_tiles": row_tiles, "tiles": tiles, "section": _section(problem, config)}
     return {name: values[name] for name in PARAMS.scalars}
 
 
@@ -168,11 +183,12 @@ def bind(problem: AttentionProblem, config: Config, kernel: Any, tensors: Attent
     p, c, t = problem, config, tensors
     device = t.q.device.index or 0
     check_factor(p, t)
-    boxes = [("q", t.q, 64), ("k", t.k, c.block_k), ("v", t.v, c.block_k)] + ([("out", t.out, 64)] if p.layout == "dense" else [])
+    keys = c.block_k // c.blocks
+    boxes = [("q", t.q, 64), ("k", t.k, keys), ("v", t.v, keys)] + ([("out", t.out, 64)] if p.layout == "dense" else [])
     maps = [head_map(f"map_{name}", name, x, (_BOX, rows)) for name, x, rows in boxes]
-    blocks = min(row_tiles_of(p, c)[1], (target_of(t.q.device).sm_count or 1) * c.resident)
-    launch = kernel.prepare(device, grid=(blocks, 1, 1), block=(c.threads, 1, 1), programmatic=True, shared_memory=shared_memory(p, c),
-                            tensor_maps=maps)
+    clusters = min(row_tiles_of(p, c)[1], max((target_of(t.q.device).sm_count or 1) * c.resident // c.blocks, 1))
+    launch = kernel.prepare(device, grid=(clusters * c.blocks, 1, 1), block=(c.threads, 1, 1), cluster=(c.blocks, 1, 1), programmatic=True,
+                            shared_memory=shared_memory(p, c), tensor_maps=maps)
     tail, blank = PARAMS.pack_scalars(scalars_of(p, c, t)), bytes(128 * len(PARAMS.tensor_maps))
     pack = PARAMS.pointer_packer.pack
     call, rare = attrgetter(*_CALL), attrgetter(*_RARE) if p.alibi or p.sinks or p.mask or p.variant else None
@@ -201,6 +217,14 @@ def coverage() -> Iterable[tuple[AttentionProblem, Config | None]]:
     yield replace(base, layout="ragged", head_dim=64, head_dim_v=64, kv_lens=True), None
     yield replace(base, causal=True), Config(1, 128, pingpong=False)
     yield replace(base, causal=True), Config(2, 128, 2, False)
+    yield base, Config(2, 128, 3, value_stages=2)
+    yield replace(base, causal=True), Config(2, 128, diagonal=2)
+    yield replace(base, causal=True, head_dim=64, head_dim_v=64), Config(3, 128, diagonal=2, polynomial=4)
+    yield base, Config(2, 128, early_keys=True)
+    yield replace(base, head_dim=256, head_dim_v=256), Config(2, 80, out_over_query=True, early_keys=True)
+    yield base, Config(2, 128, early_keys=True, multicast=1)
+    yield replace(base, causal=True, layout="ragged"), Config(2, 128, early_keys=True, multicast=2)
+    yield replace(base, head_dim=256, head_dim_v=256, causal=True), Config(2, 64, early_keys=True, diagonal=1, out_parts=2)
     yield replace(base, alibi=True, sinks=True, causal=True, return_lse=True), None
     yield replace(base, layout="ragged", alibi=True, sinks=True, soft_cap=True, head_dim=64, head_dim_v=64), None
     yield replace(base, mask="dense", head_dim=64, head_dim_v=64), None

@@ -12,9 +12,20 @@ class Config:
     consumers       warpgroups that multiply, each with 64 rows of a tile
     block_k         keys of a tile
     stages          slots of the rings of keys and of values
+    value_stages    slots of the ring of values where they are not as many; 0: as of keys
+    early_keys      keys are given back before the softmax: a weight of inf, which has scores made again, reads them from memory
     pingpong        consumers take turns in multiplying, so that one's softmax runs under another's products
     out_over_query  results leave through the queries' memory, which then has to wait for them
+    out_parts       2: results leave in two parts through memory of their own for one: where both do not fit, and queries shall not wait
     resident        blocks of an SM
+    diagonal        where rows end to see keys by position: 1 a consumer leaves out tiles that none of its own rows sees, 2 and makes half
+                    of the scores of the last one where they see no more; 0 neither
+    polynomial      every so many-th exponential is made by multiplications: 2, 3, 4, 6, 8; 0 for none
+    multicast       two blocks share tiles of keys and values, of which each loads half: 1 neighbouring row tiles of a head, where all rows
+                    see the same keys; 2 neighbouring heads of a group; 0 none do
+    section         MiB of keys and values whose heads' tiles are dealt out together, so that L2 holds them
+    uniform         addresses of tiles are made uniform once a product, not descriptor by descriptor
+    longest_first   ragged: of each 32 requests those with the most keys first
     query_stages    2: the next row tile's queries come while this one's are in use, and its first scores are made beside this one's last
                     product
     """
@@ -26,11 +37,36 @@ class Config:
     out_over_query: bool = False
     query_stages: int = 1
     resident: int = 1
+    value_stages: int = 0
+    early_keys: bool = False
+    diagonal: int = 0
+    polynomial: int = 0
+    out_parts: int = 1
+    multicast: int = 0
+    section: int = 32
+    uniform: bool = False
+    longest_first: bool = False
 
     def __str__(self) -> str:
-        words = f"{self.block_q}x{self.block_k} s{self.stages}" + (" turns" if self.pingpong else "")
-        words += (" overq" if self.out_over_query else "") + (f" q{self.query_stages}" if self.query_stages > 1 else "")
+        words = f"{self.block_q}x{self.block_k} s{self.stages}" + (f"+{self.value_stages}" if self.value_stages else "")
+        words += (" early" if self.early_keys else "") + (f" diag{self.diagonal}" if self.diagonal else "")
+        words += f" share{self.multicast}" if self.multicast else ""
+        words += f" {self.section}MiB" if self.section != Config.section else ""
+        words += f" poly{self.polynomial}" if self.polynomial else ""
+        words += (" uniform" if self.uniform else "") + (" longest" if self.longest_first else "")
+        words += " turns" if self.pingpong else ""
+        words += " overq" if self.out_over_query else f" out{self.out_parts}" if self.out_parts > 1 else ""
+        words += f" q{self.query_stages}" if self.query_stages > 1 else ""
         return words + (f" r{self.resident}" if self.resident > 1 else "")
+
+    @property
+    def value_ring(self) -> int:
+        return self.value_stages or self.stages
+
+    @property
+    def blocks(self) -> int:
+        """Of a cluster."""
+        return 2 if self.multicast else 1
 
     @property
     def block_q(self) -> int:

@@ -104,6 +104,10 @@ def shared_memory(problem: AttentionProblem, config: Config) -> int:
     return _HEAD_BYTES + c.consumers * of_consumer + (1024 if c.out_over_query else 0) + keys + round_up(values, 1024)
 
 
+# What configs of the sibling can choose and these cannot.
+_OF_SM90 = ("value_stages", "early_keys", "diagonal", "polynomial", "out_parts", "multicast", "uniform", "longest_first")
+
+
 def legal(problem: AttentionProblem, target: Target, config: Config) -> Verdict:
     """Does the config fit the problem and the target: registers, shared memory, what a box holds?"""
     c, shared = config, shared_memory(problem, config)
@@ -111,6 +115,8 @@ def legal(problem: AttentionProblem, target: Target, config: Config) -> Verdict:
     return first_no(
         (common.ok, common.reason),
         (c.query_stages == 1, f"config {c}: prefill_sm90_cute has queries in one stage"),
+        (not (extra := [name for name in _OF_SM90 if getattr(c, name) != getattr(Sm90Config, name)]),
+         f"config {c}: {', '.join(extra)} of prefill_sm90 alone"),
         (c.resident * (shared + RESERVED_SHARED_MEMORY) <= target.shared_memory_per_block,
          f"config {c} needs {shared} bytes of shared memory, {c.resident} times; {target} has {target.shared_memory_per_block}"),
     )

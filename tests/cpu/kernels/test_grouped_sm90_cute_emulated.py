@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None or not toolchain_ins
 
 
 def _load(spec: KernelSpec, words: tuple[torch.Tensor, ...] = ()) -> EmulatedCute:
-    return EmulatedCute(spec, settings().cache_dir / "emulated_ptx", lazy=True, stalls=True, seed=3, others=words)
+    return EmulatedCute(spec, settings().cache_dir / "emulated_ptx", lazy=True, stalls=True, seed=3, reachable=words)
 
 
 @pytest.mark.parametrize("run, config", (

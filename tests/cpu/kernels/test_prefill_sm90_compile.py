@@ -147,6 +147,14 @@ def test_one_spec_for_all_lengths_batches_and_head_counts() -> None:
     assert _spec(replace(BASE, window=(None, 5)), config) == right != spec
 
 
+def test_heads_of_a_section_by_their_keys_and_values() -> None:
+    config, problem = Config(2, 128), replace(BASE, seq_k=16384, num_kv_heads=16)  # 8 MiB a head
+    for size, heads in ((4, 1), (8, 1), (32, 4), (33, 4), (128, 16), (4096, 32)):
+        assert prefill_sm90._section(problem, replace(config, section=size)) == heads
+    assert prefill_sm90._section(BASE, config) == 32  # 2 requests of 4 groups of 4 heads, 2 MiB a group
+    assert _spec(BASE, replace(config, section=64)) == _spec(BASE, config)
+
+
 def test_specs_have_names_of_their_own() -> None:
     """Each feature and each field of a config is a specialisation of its own."""
     config = Config(2, 64)
@@ -156,7 +164,11 @@ def test_specs_have_names_of_their_own() -> None:
                                      {"q_dtype": "fp16", "kv_dtype": "fp16", "out_dtype": "fp16"}]
     specs = [_spec(replace(BASE, **change), config) for change in changes]
     specs += [_spec(BASE, c) for c in (Config(1, 64), Config(2, 80), replace(config, stages=3), replace(config, pingpong=False),
-                                       replace(config, out_over_query=True), replace(config, query_stages=2), Config(1, 64, resident=2))]
+                                       replace(config, out_over_query=True), replace(config, query_stages=2), Config(1, 64, resident=2),
+                                       replace(config, value_stages=3), replace(config, early_keys=True), replace(config, diagonal=1),
+                                       replace(config, diagonal=2), replace(config, polynomial=3),
+                                       replace(config, out_parts=2), replace(config, multicast=1), replace(config, multicast=2),
+                                       replace(config, uniform=True), replace(config, longest_first=True))]
     assert len({spec.name for spec in specs}) == len(set(specs)) == len(specs)
 
 
@@ -181,13 +193,32 @@ def test_other_chips_are_refused(arch: str) -> None:
 
 @pytest.mark.parametrize("config, words", [
     (Config(4, 64), "4 consumers"), (Config(1, 64, resident=4), "4 blocks of an SM"), (Config(2, 72), "block_k 72"),
-    (Config(2, 272), "block_k 272"), (Config(2, 64, 1), "1 stages"), (Config(2, 64, query_stages=3), "3 of queries"),
+    (Config(2, 272), "block_k 272"), (Config(2, 64, 1), "1 stages"),
+    (Config(2, 64, 3, value_stages=1), "1 of values"), (Config(2, 80, diagonal=2), "diagonal 2 beside 80 keys"),
+    (Config(2, 64, diagonal=3), "diagonal 3"), (Config(2, 64, query_stages=2, diagonal=1), "beside 2 stages of queries"),
+    (Config(2, 64, polynomial=1), "every 1th"), (Config(2, 64, out_parts=2, out_over_query=True), "2 parts of results"),
+    (Config(2, 64, multicast=3), "multicast 3"), (Config(1, 48, resident=2, multicast=1), "multicast 1, 2 blocks"),
+    (Config(2, 64, query_stages=3), "3 of queries"),
     (Config(3, 128), "registers, a consumer has 160"), (Config(2, 128, 4), "bytes of shared memory"),
     (Config(1, 48, resident=3), "3 times"),
 ], ids=str)
 def test_illegal_configs_say_why(config: Config, words: str) -> None:
     verdict = prefill_sm90.legal(BASE, H200, config)
     assert not verdict and words in verdict.reason, verdict
+
+
+def test_polynomials_are_for_calls_without_an_lse() -> None:
+    config = Config(2, 64, polynomial=4)
+    assert prefill_sm90.legal(BASE, H200, config)
+    assert "LSE" in prefill_sm90.legal(replace(BASE, return_lse=True), H200, config).reason
+
+
+def test_who_may_share_keys() -> None:
+    rows, heads = Config(2, 64, multicast=1), Config(2, 64, multicast=2)
+    assert prefill_sm90.legal(BASE, H200, rows) and prefill_sm90.legal(replace(BASE, causal=True), H200, heads)
+    for change in ({"causal": True}, {"window": (9, None)}, {"layout": "ragged"}):
+        assert "row tiles" in prefill_sm90.legal(replace(BASE, **change), H200, rows).reason  # type: ignore[arg-type]
+    assert "groups of 3" in prefill_sm90.legal(replace(BASE, num_q_heads=12), H200, heads).reason
 
 
 def test_more_tiles_than_int32_counts() -> None:

@@ -5,7 +5,7 @@
 // A block stays on its SM and takes row tiles until there are none (sm90_tiles.cuh). Each consumer has 64 rows of a tile, whole, so that
 // its softmax stays within a warp. Keys are walked from right to left in tiles of kBlockK:
 //
-//   copying warp        keys, then the values of the tile before, into two rings of kStages; the next row tile's queries
+//   copying warp        keys, then the values of the tile before, into two rings; the next row tile's queries
 //   checking warps      values of tiles that some row sees in part, for inf and NaN (sm90_values.cuh)
 //   consumer            S_j = Q K_j^T, and O += P_(j+1) V_(j+1) right behind it; the softmax of S_j runs under the latter, and,
 //                       as consumers take turns (kPingpong), under the products of the others
@@ -44,10 +44,10 @@ struct PrefillSm90 : Sm90Shape<Options> {
   using Shape::kCheckers;
   using Shape::kConsumers;
   using Shape::kPingpong;
-  using Shape::kStages;
-  using KeyProduct = Wgmma<T, kBlockK>;
   using ValueProduct = Wgmma<T, Shape::kSplitColumns>;
   using Scores = float[Shape::kScoreCount];
+  template <int Keys>
+  using PartScores = float[Keys / 2];
   using Output = float[Shape::kOutputCount];
   using Weights = uint32_t[Shape::kKeySteps][4];
   // Logits that are made one by one have registers for nothing else.
@@ -70,6 +70,18 @@ struct PrefillSm90 : Sm90Shape<Options> {
     return {first.first / kBlockK, ceil_div(last.last, kBlockK), {last.first, first.last}};
   }
 
+  // Of these tiles the ones that a consumer's own rows see, at least one: `whole` is of its rows, and `last` is the last row's last key.
+  struct OwnSpan : Span {
+    int last;
+  };
+  __device__ static OwnSpan own_span(const Params& p, const Work& work, const Span& span, int group) {
+    if constexpr (!Shape::kOwnTiles) return {span, 0};
+    const int row = work.first_query + group * kMmaRows;
+    const Interval first = Rows::visible_keys(p, work, row), last = Rows::visible_keys(p, work, min(row + kMmaRows, work.seq_q) - 1);
+    const int begin = max(min(first.first / kBlockK, span.end - 1), span.begin);
+    return {{begin, max(min(ceil_div(last.last, kBlockK), span.end), begin + 1), {last.first, first.last}}, last.last};
+  }
+
   using QueryAt = RingPosition<Options::kQueryStages>;
   __device__ static uint32_t queries_full(uint32_t shared, int stage, int group) {
     return shared + Shape::kQueriesAt + (stage * kConsumers + group) * 16;
@@ -83,6 +95,8 @@ struct PrefillSm90 : Sm90Shape<Options> {
   __device__ static uint32_t key_tile(uint32_t shared, int stage) { return shared + Shape::kKeysAt + stage * Shape::kKeyBytes; }
   __device__ static uint32_t value_tile(uint32_t shared, int stage) { return shared + Shape::kValuesAt + stage * Shape::kValueBytes; }
 
+  __device__ static int rank() { return Shape::kBlocks > 1 ? static_cast<int>(cluster_rank()) : 0; }
+
   // ---- The copying warp ---------------------------------------------------------------------------------------------
 
   // Rows [row, row + rows of a box) of a head, box by box, by one lane.
@@ -92,8 +106,25 @@ struct PrefillSm90 : Sm90Shape<Options> {
     for (int box = 0; box < Boxes; ++box) tma_load(target + box * BoxBytes, map, barrier, box * kBoxColumns, row, head, request);
   }
 
+  // The same of a tile of keys or values: with another block each loads half of the rows, for both.
+  template <int Boxes, int BoxBytes>
+  __device__ static void load_keys_tile(uint32_t target, const TensorMap& map, uint32_t barrier, int row, int head, int request) {
+    if constexpr (Shape::kBlocks == 1) {
+      load_tile<Boxes, BoxBytes>(target, map, barrier, row, head, request);
+    } else {
+      constexpr int kHalfRows = kBlockK / 2;
+#pragma unroll
+      for (int box = 0; box < Boxes; ++box) {
+        tma_load_multicast(target + box * BoxBytes + rank() * kHalfRows * kSwizzleRowBytes, map, barrier, box * kBoxColumns,
+                           row + rank() * kHalfRows, head, request, 3);
+      }
+    }
+  }
+
   __device__ static void produce(const Params& p, uint32_t shared) {
-    RowTileDealer<Shape, Rows, Shape::kReaders> dealer{{{shared + Shape::kSlotsAt}}, static_cast<int>(blockIdx.x)};
+    RowTileDealer<Shape, Rows> dealer{{{shared + Shape::kSlotsAt}}, static_cast<int>(blockIdx.x) / Shape::kBlocks};
+    RowTileReader<Shape, Rows> reader{{{shared + Shape::kSlotsAt}}, rank()};
+    const bool deals = rank() == 0;
     const KeyRing keys{shared + Shape::kBarriersAt};
     const ValueRing values{shared + Shape::kValueRingAt};
     typename KeyRing::Position k_at;
@@ -101,8 +132,9 @@ struct PrefillSm90 : Sm90Shape<Options> {
     QueryAt q_at;
     const bool issues = lane_id() == 0;
     Work work;
-    for (; dealer.next(p, work); dealer.advance()) {
-      dealer.ask(p);
+    for (;; dealer.advance()) {
+      if (!(deals ? dealer.next(p, work) : reader.next(work))) break;
+      if (deals) dealer.ask(p);
       const Span span = span_of(p, work);
       if (span.begin >= span.end) continue;
       const int request = Shape::kRagged ? 0 : work.request, kv_head = Rows::kv_head(p, work);
@@ -110,7 +142,7 @@ struct PrefillSm90 : Sm90Shape<Options> {
         keys.wait_empty(k_at);
         if (issues) {
           keys.expect(k_at, Shape::kKeyBytes);
-          load_tile<Shape::kKeyBoxes, KeyBox::kBytes>(
+          load_keys_tile<Shape::kKeyBoxes, KeyBox::kBytes>(
               key_tile(shared, k_at.stage), p.map_k, keys.full(k_at.stage), work.k_start + tile * kBlockK, kv_head, request);
         }
         k_at.advance();
@@ -119,7 +151,7 @@ struct PrefillSm90 : Sm90Shape<Options> {
         values.wait_empty(v_at);
         if (issues) {
           values.expect(v_at, Shape::kValueBytes);
-          load_tile<Shape::kValueBoxes, Values::kBoxBytes>(
+          load_keys_tile<Shape::kValueBoxes, Values::kBoxBytes>(
               value_tile(shared, v_at.stage), p.map_v, values.full(v_at.stage), work.k_start + tile * kBlockK, kv_head, request);
         }
         v_at.advance();
@@ -142,13 +174,13 @@ struct PrefillSm90 : Sm90Shape<Options> {
       }
       load_values(span.begin);
     }
-    dealer.finish(p);
+    if (deals) dealer.finish(p);
   }
 
   // ---- The checking warps -------------------------------------------------------------------------------------------
 
   __device__ static void check(const Params& p, uint32_t shared, int checker) {
-    RowTileReader<Rows, Shape::kReaders> tiles{{{shared + Shape::kSlotsAt}}};
+    RowTileReader<Shape, Rows> tiles{{{shared + Shape::kSlotsAt}}, rank()};
     const ValueRing values{shared + Shape::kValueRingAt};
     typename ValueRing::Position at;
     Work work;
@@ -171,30 +203,49 @@ struct PrefillSm90 : Sm90Shape<Options> {
 
   // ---- A consumer ---------------------------------------------------------------------------------------------------
 
-  __device__ static void multiply_keys(Scores& scores, uint32_t queries, uint32_t keys) {
+  // What all lanes have alike. ptxas does not see that stages are, and moves each descriptor to uniform registers by itself, just in time.
+  __device__ static uint32_t uniform(uint32_t x) { return Options::kUniform ? __shfl_sync(kFullWarp, x, 0) : x; }
+
+  // By the first `Keys` keys of a tile.
+  template <int Keys>
+  __device__ static void multiply_keys(PartScores<Keys>& scores, uint32_t queries, uint32_t keys) {
 #pragma unroll
     for (int step = 0; step < Shape::kDepthSteps; ++step) {
-      KeyProduct::template shared<0, 0>(scores, QueryBox::descriptor(queries + step / 4 * QueryBox::kBytes, 0, step % 4),
+      Wgmma<T, Keys>::template shared<0, 0>(scores, QueryBox::descriptor(queries + step / 4 * QueryBox::kBytes, 0, step % 4),
                                         KeyBox::descriptor(keys + step / 4 * KeyBox::kBytes, 0, step % 4), step > 0);
     }
   }
 
-  // The warp's scores once more, by itself: rows of 16 queries at `queries`.
-  __device__ static void remake_scores(Scores& scores, uint32_t queries, uint32_t keys) {
+  // The warp's scores once more, by itself: rows of 16 queries at `queries`. Keys are still in their stage, or have been given back and come
+  // from memory (kEarlyKeys): then those behind the request's last, which nobody sees, are 0.
+  __device__ static void remake_scores(Scores& scores, uint32_t queries, uint32_t keys, const Params& p, const Work& work, int first_key) {
     const int lane = lane_id();
 #pragma unroll
     for (int i = 0; i < Shape::kScoreCount; ++i) scores[i] = 0.0f;
-#pragma unroll 1
-    for (int step = 0; step < Shape::kDepthSteps; ++step) {
-      const int box = step / 4, chunk = step % 4 * 2;
-      uint32_t a[4];
-      ldmatrix_x4(a, queries + box * QueryBox::kBytes + swizzled_chunk(lane % 16, chunk + lane / 16));
+    const T* k = static_cast<const T*>(p.k) + work.request * p.k_batch + Rows::kv_head(p, work) * p.k_head + lane % 4 * 2;
+    // A few keys at a time: the products under way leave few registers.
+    constexpr int kKeys = Options::kEarlyKeys ? 8 : 16;
 #pragma unroll
-      for (int n = 0; n < kBlockK / 16; ++n) {
-        uint32_t b[4];
-        ldmatrix_x4(b, keys + box * KeyBox::kBytes + swizzled_chunk(16 * n + lane % 8 + lane / 16 * 8, chunk + lane / 8 % 2));
-        mma_m16n8k16<T>(reinterpret_cast<float(&)[4]>(scores[8 * n]), a, b[0], b[1]);
-        mma_m16n8k16<T>(reinterpret_cast<float(&)[4]>(scores[8 * n + 4]), a, b[2], b[3]);
+    for (int n = 0; n < kBlockK / kKeys; ++n) {
+      const int key = first_key + 8 * n + lane / 4;
+      const T* chunk = k + int64_t{work.k_start + key} * p.k_row;
+#pragma unroll 1
+      for (int step = 0; step < Shape::kDepthSteps; ++step, chunk += 16) {
+        const int box = step / 4, column = step % 4 * 2;
+        uint32_t a[4], b[4] = {0, 0};
+        ldmatrix_x4(a, queries + box * QueryBox::kBytes + swizzled_chunk(lane % 16, column + lane / 16));
+        if constexpr (Options::kEarlyKeys) {
+          if (key < work.seq_k) {
+            b[0] = *reinterpret_cast<const uint32_t*>(chunk);
+            if (Options::kHeadDim % 16 == 0 || 16 * step + 8 < Options::kHeadDim) b[1] = *reinterpret_cast<const uint32_t*>(chunk + 8);
+          }
+        } else {
+          ldmatrix_x4(b, keys + box * KeyBox::kBytes + swizzled_chunk(16 * n + lane % 8 + lane / 16 * 8, column + lane / 8 % 2));
+        }
+#pragma unroll
+        for (int half = 0; half < kKeys / 8; ++half) {
+          mma_m16n8k16<T>(reinterpret_cast<float(&)[4]>(scores[kKeys / 2 * n + 4 * half]), a, b[2 * half], b[2 * half + 1]);
+        }
       }
     }
   }
@@ -243,7 +294,7 @@ struct PrefillSm90 : Sm90Shape<Options> {
   }
 
   __device__ static void consume(const Params& p, uint32_t shared, int group) {
-    RowTileReader<Rows, Shape::kReaders> tiles{{{shared + Shape::kSlotsAt}}};
+    RowTileReader<Shape, Rows> tiles{{{shared + Shape::kSlotsAt}}, rank()};
     const KeyRing keys{shared + Shape::kBarriersAt};
     const ValueRing values{shared + Shape::kValueRingAt};
     typename KeyRing::Position k_at;
@@ -265,11 +316,11 @@ struct PrefillSm90 : Sm90Shape<Options> {
       if (edited) edit_queries(p, query_tile(shared, q_at.stage, group), group);
     };
     const auto start_scores = [&](int stage) {
-      multiply_keys(scores, query_tile(shared, stage, group), key_tile(shared, k_at.stage));
+      multiply_keys<kBlockK>(scores, uniform(query_tile(shared, stage, group)), uniform(key_tile(shared, k_at.stage)));
       wgmma_commit();
     };
     const auto start_output = [&] {
-      multiply_values(output, weights, value_tile(shared, v_at.stage));
+      multiply_values(output, weights, uniform(value_tile(shared, v_at.stage)));
       wgmma_commit();
     };
     const auto end_output = [&] {
@@ -289,6 +340,24 @@ struct PrefillSm90 : Sm90Shape<Options> {
       }
     };
 
+    const auto give_keys_back = [&] {
+      keys.release(k_at.stage);
+      k_at.advance();
+    };
+    // Tiles that only other consumers' rows see are given back, and turns and checks keep their order.
+    const auto pass_over_keys = [&] {
+      keys.wait_full(k_at);
+      give_keys_back();
+    };
+    const auto pass_over_values = [&](int tile) {
+      wait_values(tile);
+      end_output();
+    };
+    const auto pass_turn = [&] {
+      take_turn(group);
+      give_turn(group);
+    };
+
     if constexpr (kCarries) {
       if (!next_tile(p, tiles, work, span)) return;
       wait_queries();
@@ -300,43 +369,68 @@ struct PrefillSm90 : Sm90Shape<Options> {
       if constexpr (!kCarries) {
         if (!next_tile(p, tiles, work, span)) return;
       }
+      const OwnSpan own = own_span(p, work, span, group);
       DeferredSoftmax<Shape> softmax;
       const auto to_logits = [&](int tile) {
-        Rule::apply(reinterpret_cast<typename Shape::Scores&>(scores), p, work, tile * kBlockK, span.partial(tile), 0u);
+        Rule::apply(reinterpret_cast<typename Shape::Scores&>(scores), p, work, tile * kBlockK, own.partial(tile), 0u);
       };
       // Ends what reads the tile's keys, and after the last tile the queries.
       const auto to_weights = [&](int tile) {
         const float scale = Rule::softmax_scale(p);
+        const int k_stage = k_at.stage;
         hold(scores);
+        if constexpr (Options::kEarlyKeys) give_keys_back();
         to_logits(tile);
         bool done = false;
         if (kByReference && softmax.settled) {
           done = softmax.step_by_reference(scores, scale);
           if (!done) {
-            remake_scores(scores, query_tile(shared, q_stage, group) + work.warp % 4 * 16 * kSwizzleRowBytes, key_tile(shared, k_at.stage));
+            remake_scores(scores, query_tile(shared, q_stage, group) + work.warp % 4 * 16 * kSwizzleRowBytes, key_tile(shared, k_stage), p,
+                          work, tile * kBlockK);
             to_logits(tile);
           }
         }
         if (!done) softmax.step_by_maximum(scores, scale);
-        keys.release(k_at.stage);
-        k_at.advance();
-        if (!Options::kOutOverQuery && tile == span.begin) release_queries(shared, q_stage, group);
+        if constexpr (!Options::kEarlyKeys) give_keys_back();
+        if (!Options::kOutOverQuery && tile == own.begin) release_queries(shared, q_stage, group);
       };
 #pragma unroll
       for (int i = 0; i < Shape::kOutputCount; ++i) output[i] = 0.0f;
       int tile = span.end - 1;
       q_stage = q_at.stage;
-      if constexpr (!kCarries) {
-        wait_queries();
+      if constexpr (Shape::kOwnTiles) {
+        for (; tile >= own.end; --tile) {
+          pass_over_keys();
+          pass_over_values(tile);
+          pass_turn();
+        }
+      }
+      if constexpr (!kCarries) wait_queries();
+      if (Shape::kHalves && own.last - tile * kBlockK <= Shape::kHalfK) {
+        PartScores<Shape::kHalfK> half_scores;
         wgmma_fence();
-        start_scores(q_stage);
+        multiply_keys<Shape::kHalfK>(half_scores, query_tile(shared, q_stage, group), key_tile(shared, k_at.stage));
+        wgmma_commit();
         wgmma_wait<0>();
+        hold(half_scores);
+        give_keys_back();
+        using Half = PartShape<Shape, Shape::kHalfK>;
+        Rules<Half, Rows>::apply(reinterpret_cast<typename Half::Scores&>(half_scores), p, work, tile * kBlockK, true, 0u);
+        softmax.step_by_maximum(half_scores, Rule::softmax_scale(p));
+        if (!Options::kOutOverQuery && tile == own.begin) release_queries(shared, q_stage, group);
+        softmax.pack(weights, half_scores);
+      } else {
+        if constexpr (!kCarries) {
+          wgmma_fence();
+          start_scores(q_stage);
+          wgmma_wait<0>();
+        }
+        to_weights(tile);
+        softmax.pack(weights, scores);
       }
       q_at.advance();
-      to_weights(tile);
-      softmax.pack(weights, scores);
 
-      for (--tile; tile >= span.begin; --tile) {
+      for (--tile; tile >= own.begin; --tile) {
         keys.wait_full(k_at);
         wait_values(tile + 1);
         take_turn(group);
@@ -354,7 +448,7 @@ struct PrefillSm90 : Sm90Shape<Options> {
         softmax.rescale(output);
       }
 
-      wait_values(span.begin);
+      wait_values(own.begin);
       if constexpr (kCarries) {
         Work next;
         Span next_span;
@@ -387,6 +481,13 @@ struct PrefillSm90 : Sm90Shape<Options> {
         start_output();
         wgmma_wait<0>();
         end_output();
+        if constexpr (Shape::kOwnTiles) {
+          for (tile = own.begin - 1; tile >= span.begin; --tile) {
+            pass_over_keys();
+            pass_turn();
+            pass_over_values(tile);
+          }
+        }
         store(p, work, output, softmax, shared, q_stage, group);
       }
     }
@@ -433,53 +534,58 @@ struct PrefillSm90 : Sm90Shape<Options> {
     float factor[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) factor[r] = finish_row(p, work, softmax, r, Rows::row_exists(work, Shape::row_in_block(work.warp, r)));
-    // No warp multiplies these queries any more, and what was stored before has been read.
-    if constexpr (!Shape::kRagged) {
-      if (!Options::kOutOverQuery && leads) tma_store_wait_read<0>();
-    }
-    if constexpr (!Shape::kRagged || Options::kOutOverQuery) named_barrier_sync(kOfConsumer + group, kWarpgroupThreads);
 #pragma unroll
-    for (int n = 0; n < Shape::kOutputCount / 4; n += 2) {
-      uint32_t w[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        w[i] = pack_pair<typename Shape::OutElement>(output[4 * n + 2 * i] * factor[i % 2], output[4 * n + 2 * i + 1] * factor[i % 2]);
+    for (int part = 0; part < Options::kOutParts; ++part) {
+      constexpr int kChunks = Shape::kOutputCount / 4, kOfPart = Options::kOutParts > 1 ? Shape::kOutBoxes * 8 : kChunks;  // of 8 columns
+      // No warp multiplies these queries any more, and what was stored before has been read.
+      if constexpr (!Shape::kRagged) {
+        if (!Options::kOutOverQuery && leads) tma_store_wait_read<0>();
       }
-      stmatrix_x4(place(lane % 16, n + lane / 16), w[0], w[1], w[2], w[3]);
-    }
-    if constexpr (!Shape::kRagged) {
-      tma_store_fence();
-      named_barrier_sync(kOfConsumer + group, kWarpgroupThreads);
-      if (leads) {
+      if constexpr (!Shape::kRagged || Options::kOutOverQuery) named_barrier_sync(kOfConsumer + group, kWarpgroupThreads);
 #pragma unroll
-        for (int box = 0; box < Shape::kValueBoxes; ++box) {
-          tma_store(p.map_out, staging + box * (kMmaRows * kSwizzleRowBytes), box * kBoxColumns, work.first_query + group * kMmaRows, work.head_,
-                    work.request);
-        }
-        tma_store_commit();
-        if constexpr (Options::kOutOverQuery) {
-          tma_store_wait_read<0>();
-          barrier_arrive(queries_empty(shared, q_stage, group), 4);
-        }
-      }
-    } else {
-      __syncwarp();  // a warp reads back only the rows that it wrote
-      constexpr int kChunks = Shape::kHeadDimV / 8;
-      const auto out = Rows::output(p, work);
-#pragma unroll 8
-      for (int piece = lane; piece < 16 * kChunks; piece += kWarpSize) {
-        const int row = piece / kChunks, chunk = piece % kChunks;
-        if (!Rows::row_exists(work, work.warp * 16 + row)) break;
+      for (int n = part * kOfPart; n < min_of((part + 1) * kOfPart, kChunks); n += 2) {
         uint32_t w[4];
-        load_chunk(w, place(row, chunk));
-        store_16_aligned<16>(out(work.warp * 16 + row) + chunk * 8, w);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          w[i] = pack_pair<typename Shape::OutElement>(output[4 * n + 2 * i] * factor[i % 2], output[4 * n + 2 * i + 1] * factor[i % 2]);
+        }
+        stmatrix_x4(place(lane % 16, n - part * kOfPart + lane / 16), w[0], w[1], w[2], w[3]);
       }
-      if constexpr (Options::kOutOverQuery) {
-        tma_store_fence();  // the next queries come behind these accesses
-        __syncwarp();
-        release_queries(shared, q_stage, group);
+      if constexpr (!Shape::kRagged) {
+        tma_store_fence();
+        named_barrier_sync(kOfConsumer + group, kWarpgroupThreads);
+        if (leads) {
+#pragma unroll
+          for (int box = 0; box < Shape::kOutBoxes; ++box) {
+            tma_store(p.map_out, staging + box * (kMmaRows * kSwizzleRowBytes), (part * Shape::kOutBoxes + box) * kBoxColumns,
+                      work.first_query + group * kMmaRows, work.head_, work.request);
+          }
+          tma_store_commit();
+          if constexpr (Options::kOutOverQuery) {
+            tma_store_wait_read<0>();
+            barrier_arrive(queries_empty(shared, q_stage, group), 4);
+          }
+        }
       } else {
-        __syncwarp();  // all lanes have read before the next results are written
+        __syncwarp();  // a warp reads back only the rows that it wrote
+        constexpr int kRowChunks = Shape::kHeadDimV / 8;
+        const int of_part = min(kOfPart, kRowChunks - part * kOfPart);
+        const auto out = Rows::output(p, work);
+#pragma unroll 8
+        for (int piece = lane; piece < 16 * of_part; piece += kWarpSize) {
+          const int row = piece / of_part, chunk = piece % of_part;
+          if (!Rows::row_exists(work, work.warp * 16 + row)) break;
+          uint32_t w[4];
+          load_chunk(w, place(row, chunk));
+          store_16_aligned<16>(out(work.warp * 16 + row) + (part * kOfPart + chunk) * 8, w);
+        }
+        if constexpr (Options::kOutOverQuery) {
+          tma_store_fence();  // the next queries come behind these accesses
+          __syncwarp();
+          release_queries(shared, q_stage, group);
+        } else {
+          __syncwarp();  // all lanes have read before the next results are written
+        }
       }
     }
   }
@@ -492,7 +598,7 @@ struct PrefillSm90 : Sm90Shape<Options> {
       KeyRing{shared + Shape::kBarriersAt}.init();
       ValueRing{shared + Shape::kValueRingAt}.init();
       typename Shape::Slots{{shared + Shape::kSlotsAt}}.init();
-      for (int stage = 0; stage < kStages; ++stage) barrier_init(checked(shared, stage), max_of(kCheckers, 1));
+      for (int stage = 0; stage < Options::kValueStages; ++stage) barrier_init(checked(shared, stage), max_of(kCheckers, 1));
       for (int i = 0; i < Options::kQueryStages * kConsumers; ++i) {
         barrier_init(queries_full(shared, 0, i), 1);
         barrier_init(queries_empty(shared, 0, i), 4);
@@ -505,7 +611,11 @@ struct PrefillSm90 : Sm90Shape<Options> {
       tma_prefetch_map(p.map_v);
       if constexpr (!Shape::kRagged) tma_prefetch_map(p.map_out);
     }
-    __syncthreads();
+    if constexpr (Shape::kBlocks > 1) {
+      cluster_sync();
+    } else {
+      __syncthreads();
+    }
     wait_for_previous_kernel();
     start_next_kernel();
     if (group == kConsumers) {
@@ -519,6 +629,10 @@ struct PrefillSm90 : Sm90Shape<Options> {
       take_registers<Shape::kConsumerRegisters>();
       consume(p, shared, group);
       if (!Shape::kRagged && threadIdx.x % kWarpgroupThreads == 0) tma_store_wait_read<0>();  // the block's memory stays until then
+    }
+    if constexpr (Shape::kBlocks > 1) {
+      __syncwarp();
+      cluster_sync();  // the other block's copies and arrivals have come
     }
   }
 };

@@ -23,6 +23,7 @@ struct PrefillSm90Params {
   const uint8_t* mask;          // see MaskForm
   const int64_t* mask_indptr;   // (batch + 1): first byte or bit of each request's mask
   const int64_t* variant_words;
+  int64_t k_batch, k_row, k_head;
   int64_t out_batch, out_row, out_head;
   int64_t lse_batch, lse_row, lse_head;
   int64_t alibi_batch, alibi_head;

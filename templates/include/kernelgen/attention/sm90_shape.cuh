@@ -3,7 +3,17 @@
 // Beside what AttentionShape has (kBlockQ = 64 rows of each consumer, kWarps = 4 of each), `Options` says
 //   kPingpong      consumers take turns in multiplying
 //   kOutOverQuery  results leave through the queries' memory: there is no room for both
+//   kOutParts      2: they leave in two parts through memory of their own for one, so that queries need not wait for them
 //   kResident      blocks of an SM: prologue and epilogue of one lie under the products of another
+//   kValueStages   slots of the ring of values; kStages those of keys
+//   kEarlyKeys     keys are given back before the softmax: see remake_scores
+//   kDiagonal      at the ends of what rows see by position: 0 every consumer multiplies every tile, 1 it leaves out tiles that none of its own
+//                  rows sees, 2 and makes half of the scores of the last one where they see no more
+//   kPolynomial    every so many-th exponential is a polynomial: see sm90_softmax.cuh; 0: none
+//   kMulticast     two blocks, a cluster, have neighbouring row tiles of a head (1), or one row tile of neighbouring heads of a group (2): each
+//                  loads half of every tile of keys and values, for both
+//   kUniform       addresses of tiles are made uniform once a product
+//   kLongestFirst  ragged: see sm90_tiles.cuh
 //   kQueryStages   2: the next row tile's queries come while this one's are in use, and its first scores are made beside this one's last product
 #pragma once
 
@@ -20,6 +30,7 @@ struct Sm90Shape : AttentionShape<Options> {
   using typename Base::T;
   using Options::kBlockK;
   using Options::kStages;
+  using Options::kValueStages;
   static constexpr int kConsumers = Options::kWarps / 4;
   static constexpr int kThreads = kWarpgroupThreads * (kConsumers + 1);
   static constexpr int kMathThreads = kWarpgroupThreads * kConsumers;
@@ -35,29 +46,35 @@ struct Sm90Shape : AttentionShape<Options> {
   using KeyBox = SmemTile<T, kBlockK, kBoxColumns, true>;
   using Values = SmemTile<T, kValueBoxes * kBoxColumns, kBlockK, false>;
 
-  static constexpr int kOutBytes = kValueBoxes * kMmaRows * kSwizzleRowBytes;  // of a consumer
+  static constexpr int kOutBoxes = kValueBoxes / Options::kOutParts;           // of a part
+  static constexpr int kOutBytes = kOutBoxes * kMmaRows * kSwizzleRowBytes;  // of a consumer
+  static_assert(kValueBoxes % Options::kOutParts == 0 && !(Options::kOutOverQuery && Options::kOutParts > 1), "whole boxes");
   static constexpr int kQueryBytes = Options::kOutOverQuery ? max_of(kKeyBoxes * QueryBox::kBytes, kOutBytes) : kKeyBoxes * QueryBox::kBytes;
   static constexpr int kKeyBytes = kKeyBoxes * KeyBox::kBytes;
   static constexpr int kValueBytes = Values::kBytes;
   static constexpr int kOutAt = Options::kQueryStages * kConsumers * kQueryBytes;
   static constexpr int kKeysAt = kOutAt + (Options::kOutOverQuery ? 0 : kConsumers * kOutBytes);
   static constexpr int kValuesAt = kKeysAt + kStages * kKeyBytes;
-  static constexpr int kBarriersAt = kValuesAt + kStages * kValueBytes;
+  static constexpr int kBarriersAt = kValuesAt + kValueStages * kValueBytes;
 
   // Values of keys that a row must not see may be inf or NaN, and 0 * NaN is NaN. Where a tile may have such keys, the warps beside
   // the one that copies look its values through while the scores are being made.
   static constexpr bool kChecks = Base::kMayHide || Options::kRagged || Options::kKvLens;
   static constexpr int kCheckers = kChecks ? 3 : 0;  // warps
-  using KeyRing = Pipeline<kStages, Options::kWarps>;
-  using ValueRing = Pipeline<kStages, Options::kWarps + kCheckers>;
-  static constexpr int kReaders = Options::kWarps + kCheckers;
+  static constexpr int kBlocks = Options::kMulticast == 0 ? 1 : 2;
+  static constexpr int kPairRows = Options::kMulticast == 1 ? 2 : 1, kPairHeads = Options::kMulticast == 2 ? 2 : 1;  // of a cluster
+  static_assert(kPairRows == 1 || !(Base::kWindowed || Options::kRagged), "both blocks have the same keys");
+  using KeyRing = Pipeline<kStages, Options::kWarps, kBlocks>;
+  using ValueRing = Pipeline<kValueStages, Options::kWarps + kCheckers, kBlocks>;
+  // Of a cluster the first block's copying warp deals, and the second one's reads.
+  static constexpr int kReaders = kBlocks * (Options::kWarps + kCheckers) + kBlocks - 1;
   using Slots = RowTileSlots<kReaders>;
   static constexpr int kValueRingAt = kBarriersAt + KeyRing::kBytes;
   static constexpr int kCheckedAt = kValueRingAt + ValueRing::kBytes;  // barriers: a stage has been looked through
-  static constexpr int kQueriesAt = kCheckedAt + kStages * 8;          // barriers: full and empty of each consumer and stage
+  static constexpr int kQueriesAt = kCheckedAt + kValueStages * 8;     // barriers: full and empty of each consumer and stage
   static constexpr int kSlotsAt = round_up(kQueriesAt + 2 * Options::kQueryStages * kConsumers * 8, 16);
   static constexpr int kFlagsAt = kSlotsAt + Slots::kBytes;            // of each stage and checking warp: not finite
-  static constexpr int kSharedBytes = round_up(kFlagsAt + kStages * 4 * 4, 128);
+  static constexpr int kSharedBytes = round_up(kFlagsAt + kValueStages * 4 * 4, 128);
 
   // A warpgroup begins with what a launch of kThreads gives each; the copying one leaves most of it to the others.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * Options::kResident) / 8 * 8;
@@ -65,10 +82,22 @@ struct Sm90Shape : AttentionShape<Options> {
   static constexpr int kConsumerRegisters =
       min_of(240, (min_of(kLaunchRegisters, 240) * (kConsumers + 1) - kProducerRegisters) / kConsumers / 8 * 8);
 
+  static constexpr bool kOwnTiles = Options::kDiagonal > 0 && Base::kWindowed;
+  static constexpr bool kHalves = Options::kDiagonal > 1 && Base::kWindowed;
+  static constexpr int kHalfK = kHalves ? kBlockK / 2 : kBlockK;
+  static_assert(kHalfK % 16 == 0 && !(kOwnTiles && kCarries), "half a tile is whole k16 steps");
+
   static constexpr int kDepthSteps = Base::kDepth / 16;
   static constexpr int kKeySteps = kBlockK / 16;
   static constexpr int kScoreCount = kBlockK / 2;             // of a lane
   static constexpr int kOutputCount = Base::kSplitColumns / 2;  // of a lane
+};
+
+// The shape of `Keys` keys of a tile.
+template <class Shape, int Keys>
+struct PartShape : Shape {
+  static constexpr int kKeyTiles = Keys / 8;
+  using Scores = float[Shape::kRowTiles][kKeyTiles][4];
 };
 
 // Named barriers; 0 is __syncthreads.

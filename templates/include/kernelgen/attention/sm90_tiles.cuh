@@ -5,7 +5,7 @@
 //
 // Order. A tile under a right bound sees more keys the later it lies: the longest go first, so that the last ones to end are short.
 // Dense: `section` heads are taken at a time (their keys and values fit into L2), tile by tile, heads fastest. Ragged: requests in
-// turn, tile by tile, heads fastest.
+// turn, tile by tile, heads fastest; kLongestFirst: 32 requests at a time, the one with the most keys first.
 //
 // p.counter are two words, which every launch finds and leaves at zero: the second counts blocks that found no more tiles, and the
 // last one clears both. A launch that depends on this one touches them only when it has ended.
@@ -28,10 +28,11 @@ struct RowTileSlots : Pipeline<2, Readers> {
 };
 
 // A reader's side, by whole warps: next() until it says no.
-template <class Rows, int Readers>
+template <class Shape, class Rows>
 struct RowTileReader {
-  using Slots = RowTileSlots<Readers>;
+  using Slots = RowTileSlots<Shape::kReaders>;
   Slots slots;
+  int rank;  // of the block in its cluster
   typename Slots::Position at;
 
   __device__ bool next(typename Rows::Work& work) {
@@ -43,7 +44,11 @@ struct RowTileReader {
       load_chunk(first, slots.slot(at.stage));
       load_chunk(second, slots.slot(at.stage) + 16);
     }
-    slots.release(at.stage);
+    if constexpr (Shape::kBlocks == 1) {
+      slots.release(at.stage);
+    } else {
+      if (lane_id() == 0) barrier_arrive_cluster(slots.empty(at.stage), 0);
+    }
     at.advance();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -58,20 +63,24 @@ struct RowTileReader {
     work.q_start = static_cast<int>(second[2]);
     work.k_start = static_cast<int>(second[3]);
     work.value_column = 0;
-    return work.first_query >= 0;
+    if (work.first_query < 0) return false;
+    if constexpr (Shape::kPairRows > 1) work.first_query += rank * Shape::kBlockQ;
+    if constexpr (Shape::kPairHeads > 1) work.head_ += rank;
+    return true;
   }
 };
 
-template <class Shape, class Rows, int Readers>
+template <class Shape, class Rows>
 struct RowTileDealer {
-  using Slots = RowTileSlots<Readers>;
+  using Slots = RowTileSlots<Shape::kReaders>;
   using Params = typename Rows::Params;
   using Work = typename Rows::Work;
-  static constexpr int kBlockQ = Shape::kBlockQ;
+  static constexpr int kBlockQ = Shape::kBlockQ * Shape::kPairRows;
   Slots slots;
-  int index;              // of this tile among all; the first is the block's own
+  int index;              // of this tile among all; the first is the block's own, or the cluster's
   int asked = 0;          // of the lane that asks
   int scanned = 0, before = 0;  // ragged: requests that lie behind, and their tiles
+  int lane_request = -1, lane_tiles = 0;  // kLongestFirst: of the 32 requests under way, by lane
   typename Slots::Position at;
 
   // The next tile, handed out. False, and the others are told, when there is none.
@@ -80,13 +89,20 @@ struct RowTileDealer {
     if (!found) work.first_query = -1;
     slots.wait_empty(at);
     __syncwarp();
-    if (lane_id() == 0) {
+    if (lane_id() < Shape::kBlocks) {
       const uint32_t first[4] = {static_cast<uint32_t>(work.first_query), static_cast<uint32_t>(work.head_), static_cast<uint32_t>(work.request), 0};
       const uint32_t second[4] = {static_cast<uint32_t>(work.seq_q), static_cast<uint32_t>(work.seq_k), static_cast<uint32_t>(work.q_start),
                                   static_cast<uint32_t>(work.k_start)};
-      store_chunk(slots.slot(at.stage), first);
-      store_chunk(slots.slot(at.stage) + 16, second);
-      barrier_arrive(slots.full(at.stage));
+      if constexpr (Shape::kBlocks == 1) {
+        store_chunk(slots.slot(at.stage), first);
+        store_chunk(slots.slot(at.stage) + 16, second);
+        barrier_arrive(slots.full(at.stage));
+      } else {
+        const int rank = lane_id();
+        barrier_arrive_expect_cluster(slots.full(at.stage), rank, 32);
+        store_chunk_cluster(slots.slot(at.stage), rank, first, slots.full(at.stage));
+        store_chunk_cluster(slots.slot(at.stage) + 16, rank, second, slots.full(at.stage));
+      }
     }
     at.advance();
     return found;
@@ -94,13 +110,13 @@ struct RowTileDealer {
 
   // By the whole warp, once for each tile, before advance().
   __device__ void ask(const Params& p) {
-    if (lane_id() == 0) asked = static_cast<int>(gridDim.x) + atomicAdd(p.counter, 1);
+    if (lane_id() == 0) asked = static_cast<int>(gridDim.x) / Shape::kBlocks + atomicAdd(p.counter, 1);
   }
   __device__ void advance() { index = __shfl_sync(kFullWarp, asked, 0); }
 
   // Behind the last tile: this block asks no more.
   __device__ void finish(const Params& p) {
-    if (lane_id() != 0 || atomicAdd(p.counter + 1, 1) + 1 != static_cast<int>(gridDim.x)) return;
+    if (lane_id() != 0 || atomicAdd(p.counter + 1, 1) + 1 != static_cast<int>(gridDim.x) / Shape::kBlocks) return;
     p.counter[0] = 0;
     p.counter[1] = 0;
   }
@@ -111,11 +127,12 @@ struct RowTileDealer {
 
   __device__ bool find_dense(const Params& p, Work& work) {
     if (index >= p.tiles) return false;
-    const int of_section = p.section * p.row_tiles, section = index / of_section, within = index - section * of_section;
-    const int heads = min(p.section, p.batch * p.num_q_heads - section * p.section);
-    const int tile = within / heads, head = section * p.section + within - tile * heads;
-    work.request = head / p.num_q_heads;
-    work.head_ = head - work.request * p.num_q_heads;
+    const int all_heads = p.num_q_heads / Shape::kPairHeads, section_heads = p.section / Shape::kPairHeads;
+    const int of_section = section_heads * p.row_tiles, section = index / of_section, within = index - section * of_section;
+    const int heads = min(section_heads, p.batch * all_heads - section * section_heads);
+    const int tile = within / heads, head = section * section_heads + within - tile * heads;
+    work.request = head / all_heads;
+    work.head_ = (head - work.request * all_heads) * Shape::kPairHeads;
     work.first_query = (Shape::kBoundedRight ? p.row_tiles - 1 - tile : tile) * kBlockQ;
     work.seq_q = p.seq_q;
     work.seq_k = p.seq_k;
@@ -124,20 +141,49 @@ struct RowTileDealer {
     return true;
   }
 
+  __device__ static int tiles_of(const Params& p, int request) {
+    return request < p.batch ? ceil_div(p.cu_seqlens_q[request + 1] - p.cu_seqlens_q[request], kBlockQ) : 0;
+  }
+
+  // 32 requests from `scanned` on, by falling numbers of keys: a bitonic sort over the lanes of (64s of keys, lane).
+  __device__ void sort_requests(const Params& p) {
+    const int own = scanned + lane_id();
+    const int keys = own < p.batch ? p.cu_seqlens_k[own + 1] - p.cu_seqlens_k[own] : 0;
+    int key = ceil_div(keys, 64) * kWarpSize + kWarpSize - 1 - lane_id();
+#pragma unroll
+    for (int run = 2; run <= kWarpSize; run *= 2) {
+#pragma unroll
+      for (int apart = run / 2; apart > 0; apart /= 2) {
+        const int other = __shfl_xor_sync(kFullWarp, key, apart);
+        const bool larger = ((lane_id() & run) == 0) == ((lane_id() & apart) == 0);
+        key = larger ? max(key, other) : min(key, other);
+      }
+    }
+    lane_request = scanned + kWarpSize - 1 - key % kWarpSize;
+    lane_tiles = tiles_of(p, lane_request);
+  }
+
   // The request is found by a prefix sum of its tiles, 32 requests at a time. Indices of a block rise, so what lies behind stays behind.
   __device__ bool find_ragged(const Params& p, Work& work) {
-    int tile = index / p.num_q_heads;
-    work.head_ = index - tile * p.num_q_heads;
-    for (; scanned < p.batch; scanned += kWarpSize) {
-      const int b = scanned + lane_id();
-      const int own = b < p.batch ? ceil_div(p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b], kBlockQ) : 0;
+    const int all_heads = p.num_q_heads / Shape::kPairHeads;
+    int tile = index / all_heads;
+    work.head_ = (index - tile * all_heads) * Shape::kPairHeads;
+    for (; scanned < p.batch; scanned += kWarpSize, lane_request = -1) {
+      int b = scanned + lane_id(), own;
+      if constexpr (Shape::kLongestFirst) {
+        if (lane_request < 0) sort_requests(p);
+        b = lane_request;
+        own = lane_tiles;
+      } else {
+        own = tiles_of(p, b);
+      }
       const int through = before + warp_inclusive_scan(own);
       const uint32_t past = __ballot_sync(kFullWarp, through > tile);
       if (past != 0) {
         const int lane = __ffs(past) - 1;
         const int tiles = __shfl_sync(kFullWarp, own, lane);
         tile -= __shfl_sync(kFullWarp, through, lane) - tiles;
-        work.request = scanned + lane;
+        work.request = Shape::kLongestFirst ? __shfl_sync(kFullWarp, b, lane) : scanned + lane;
         work.first_query = (Shape::kBoundedRight ? tiles - 1 - tile : tile) * kBlockQ;
         work.q_start = p.cu_seqlens_q[work.request];
         work.k_start = p.cu_seqlens_k[work.request];

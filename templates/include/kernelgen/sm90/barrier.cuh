@@ -95,6 +95,18 @@ __device__ inline float4 load_cluster(uint32_t remote) {
   return x;
 }
 
+// Arrives at the same barrier of block `rank`, whose phase waits for so many bytes of store_chunk_cluster as well.
+__device__ inline void barrier_arrive_expect_cluster(uint32_t barrier, uint32_t rank, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(cluster_address(barrier, rank)), "r"(bytes) : "memory");
+}
+
+// 16 bytes to the same place of block `rank`, seen by whoever waits for its `barrier`.
+__device__ inline void store_chunk_cluster(uint32_t address, uint32_t rank, const uint32_t (&words)[4], uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(cluster_address(address, rank)),
+               "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]), "r"(cluster_address(barrier, rank))
+               : "memory");
+}
+
 // All threads of all blocks of the cluster.
 __device__ inline void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");

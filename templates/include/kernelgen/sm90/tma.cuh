@@ -44,6 +44,15 @@ __device__ inline void tma_load_multicast(uint32_t target, const TensorMap& map,
       : "memory");
 }
 
+__device__ inline void tma_load_multicast(uint32_t target, const TensorMap& map, uint32_t barrier, int column, int row, int head, int request,
+                                          uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2], %7;" ::"r"(target),
+      "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(request), "h"(blocks)
+      : "memory");
+}
+
 // Shared to global. Coordinates must not be negative (illegal instruction, H200), and of a row that does not end at a multiple of 16
 // bytes what is left of those is written too. The writes of the threads come first: tma_store_fence by each of them, then a barrier, then this.
 __device__ inline void tma_store(const TensorMap& map, uint32_t source, int column, int row, int batch) {

@@ -44,6 +44,16 @@ inline void emulated_arrive(uint32_t barrier, int bytes, int arrivals = 1, unsig
 inline void barrier_arrive(uint32_t barrier) { emulated_arrive(barrier, 0); }
 inline void barrier_arrive(uint32_t barrier, int arrivals) { emulated_arrive(barrier, 0, arrivals); }
 inline void barrier_arrive_expect(uint32_t barrier, uint32_t bytes) { emulated_arrive(barrier, static_cast<int>(bytes)); }
+inline void barrier_arrive_cluster(uint32_t barrier, uint32_t rank) { emulated_arrive(barrier, 0, 1, emulator::cluster_shared[rank]); }
+inline void barrier_arrive_expect_cluster(uint32_t barrier, uint32_t rank, uint32_t bytes) {
+  emulated_arrive(barrier, static_cast<int>(bytes), 1, emulator::cluster_shared[rank]);
+}
+inline void store_chunk_cluster(uint32_t address, uint32_t rank, const uint32_t (&words)[4], uint32_t barrier) {
+  std::memcpy(emulator::cluster_shared[0] + cluster_address(address, rank), words, 16);
+  EmulatedBarrier& b = emulated_barrier(barrier, emulator::cluster_shared[rank]);
+  b.bytes -= 16;
+  emulated_end_of_phase(b);
+}
 // The lanes of a warp poll together, which a GPU does as long as the compiler keeps them converged: one that comes shortly behind the others
 // passes with them, though what they did since may have ended a further phase.
 inline bool emulated_passes(uint32_t barrier, uint32_t parity) {
