@@ -97,7 +97,7 @@ class EmulatedCute(Emulated):
     """As CuteKernel: ``entry(name)`` gives a function of the arguments that the template gave its entry. The compiled host side runs: it
     checks them, encodes tensor maps and launches, on a driver of the emulator.
 
-    reachable   tensors whose addresses are among the arguments as numbers; without them, what a call with such numbers reaches is not checked
+    reachable   tensors whose addresses are among the arguments as numbers; without them, what such a call reaches is not checked
     """
 
     reachable: tuple[torch.Tensor, ...] = ()
