@@ -77,11 +77,11 @@ def _line(error: Exception) -> str:
 
 
 class FirstUse:
-    """A wrapped backend's run: its first call may fail, and what replaces it then serves every later one."""
+    """A wrapped backend's run: its first call may fail; what ``again`` makes of the failure and its tensors then serves every later one."""
 
     __slots__ = ("_again", "_run", "_used")
 
-    def __init__(self, run: Callable[[Any], Any], again: Callable[[Exception], Callable[[Any], Any]]) -> None:
+    def __init__(self, run: Callable[[Any], Any], again: Callable[[Exception, Any], Callable[[Any], Any]]) -> None:
         self._run, self._again, self._used = run, again, False
 
     def __call__(self, tensors: Any) -> Any:
@@ -92,7 +92,7 @@ class FirstUse:
         except FAILURES as error:
             if out_of_memory(error):
                 raise
-            self._run = self._again(error)
+            self._run = self._again(error, tensors)
             result = self._run(tensors)
         self._used = True
         return result

@@ -94,8 +94,10 @@ class Machine:
 
 
 def work_of(problem: Any) -> Work | None:
-    """The least work of a problem; None for ops that the model does not know, and for products and attention of wider types than it was
-    fitted to: they run by other units at other peaks."""
+    """The least work of a problem; None for ops that the model does not know, for products and attention of wider types than it was
+    fitted to, which run by other units at other peaks, and for a user's epilogue, which libraries append in launches of their own."""
+    if getattr(problem, "epilogue", None) is not None:
+        return None
     make = _WORK.get(problem.op)
     work = make(problem) if make else None
     return None if work is None or work.flops and work.width > _WIDEST else work

@@ -54,8 +54,8 @@ def rounded(n: int) -> int:
 
 
 def bucket(problem: Any) -> str | None:
-    """The bucket's name: the fields that are not at their default, in order. None for problems that hold code (a variant)."""
-    if getattr(problem, "variant", None) is not None:
+    """The bucket's name: the fields that are not at their default, in order. None for problems that hold code (a variant, an epilogue)."""
+    if getattr(problem, "variant", None) is not None or getattr(problem, "epilogue", None) is not None:
         return None
     words = []
     for name, default, rounds in _fields(type(problem)):  # type: ignore[arg-type]  # mypy has no hash for type[Any]

@@ -31,6 +31,8 @@ def can_make(problem: Any) -> Verdict:
     if p.op == "attention":
         return first_no((p.variant is None and not p.block_mask, "a variant or a block mask is code: it is not measured"),
                         (p.mask is None, "masks are not measured: time depends on what they hide"))
+    if getattr(p, "epilogue", None) is not None:
+        return Verdict(False, "a user's epilogue is code: it is not measured")
     if getattr(p, "out_scale", None) is not None or getattr(p, "residual", False):
         return Verdict(False, "a call that writes more than its output (codes with scales, a residual in place) is not measured")
     return yes()

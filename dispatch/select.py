@@ -299,9 +299,9 @@ def prepare(problem: Any, target: Target, backend: str, tensors: Any, planned: A
         aside.put(problem, chosen, failed)
         reconsider(problem)
 
-    def again(failed: Exception) -> Callable[[Any], Any]:
+    def again(failed: Exception, given: Any) -> Callable[[Any], Any]:  # of ``tensors`` nothing is kept: what is prepared outlives them
         set_aside(failed)
-        return prepare(problem, target, backend, tensors)[1]
+        return prepare(problem, target, backend, given)[1]
 
     failures = aside.OWN_FAILURES if own else aside.FAILURES
     try:

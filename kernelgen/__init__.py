@@ -69,6 +69,7 @@ _PUBLIC = {
     "Target": "kernelgen.targets",
     "tune": "kernelgen.dispatch.tuning",
     "variant": "kernelgen.variants",
+    "epilogue": "kernelgen.variants.epilogue_function",
     "warmup": "kernelgen.aot.warmup",
     "distributed": "",  # modules of their own
     "variants": "",
@@ -111,6 +112,7 @@ if TYPE_CHECKING:
     from kernelgen.ops.weights import pack_weight as pack_weight
     from kernelgen.targets import Target as Target
     from kernelgen.variants import variant as variant
+    from kernelgen.variants.epilogue_function import epilogue as epilogue
 
 
 def __getattr__(name: str) -> Any:
@@ -139,7 +141,7 @@ __all__ = [
     "GraphBounds", "KernelgenError", "LaunchError", "LayoutError", "MLAPlan", "MoESort", "NoBackendError", "PackedWeight", "PageTable",
     "SettingsError", "ShapeError", "Target", "ToolchainMissing", "UnknownBackendError", "VariantError",
     "alibi_slopes", "append_kv", "append_mla", "attention",
-    "attention_varlen", "cascade_attention", "distributed", "explain", "gemm", "grouped_gemm", "grouped_gemm_masked", "merge_states", "moe",
-    "moe_permute", "moe_sort", "moe_unpermute", "pack_weight", "plan_attention", "plan_mla", "quantize_fp8", "rmsnorm", "rope",
-    "rope_append_kv", "route", "sdpa", "silu_and_mul", "tune", "variant", "variants", "warmup",
+    "attention_varlen", "cascade_attention", "distributed", "epilogue", "explain", "gemm", "grouped_gemm", "grouped_gemm_masked",
+    "merge_states", "moe", "moe_permute", "moe_sort", "moe_unpermute", "pack_weight", "plan_attention", "plan_mla", "quantize_fp8",
+    "rmsnorm", "rope", "rope_append_kv", "route", "sdpa", "silu_and_mul", "tune", "variant", "variants", "warmup",
 ]

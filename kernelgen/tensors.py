@@ -165,7 +165,8 @@ class GemmTensors(NamedTuple):
     out_scale  where the output is quantised: (Ba, M, 1), or (Ba, M, ceil(N / 128)); (1, 1, 1) with strides 0 for "tensor"
 
     A packed weight's ``b`` is its codes (Bb, N, ceil(K / 2)) uint8, an even k in the low nibble. ``alpha`` and ``limit`` are of
-    activations that have them.
+    activations that have them. ``epilogue``: the user's EpilogueFunction, ``words`` its extra values as its kernels take them (a null
+    address without it).
     """
 
     a: torch.Tensor
@@ -180,6 +181,8 @@ class GemmTensors(NamedTuple):
     out_scale: torch.Tensor | None = None
     alpha: float = 0.0
     limit: float = 0.0
+    epilogue: Any = None
+    words: torch.Tensor | None = None
 
 
 class GroupedGemmTensors(NamedTuple):

@@ -25,7 +25,8 @@ def _common(p: Any, target: Target, what: str) -> tuple[tuple[bool, str], ...]:
     return (
         (target.kind == "cuda", f"{what} is CUDA's, got {target}; backend='torch' serves the CPU"),
         (not p.gathered, f"{what} takes rows of a where they lie, not gathered ones"),
-        (p.activation in (None, *ACTIVATIONS), f"activation {p.activation} is one of moe's own"),
+        (p.activation in (None, *ACTIVATIONS) or (p.op == "gemm" and p.epilogue is not None),
+         f"activation {p.activation} is one of moe's own"),
         (p.weight_format is None, f"packed {p.weight_format} weights: {what} reads none"),
         (p.out_scale is None, f"{what} gives no scales beside its output, got out_scale={p.out_scale}"),
         (max(p.batch, p.m, p.n, p.k) <= INT32, f"an extent of {max(p.batch, p.m, p.n, p.k)} exceeds {INT32}"),

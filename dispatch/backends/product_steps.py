@@ -33,6 +33,9 @@ def folds(*tensors: torch.Tensor | None) -> bool:
 
 def epilogue(p: Any, t: Any, x: torch.Tensor) -> torch.Tensor:
     """activation(x + bias) + beta * c, of x in float32 or float64: what is rounded is rounded once, by the caller."""
+    if p.epilogue is not None:
+        made: torch.Tensor = t.epilogue.apply(x, p.gate_up)
+        return made
     if t.bias is not None:
         x = x + (t.bias.unsqueeze(-2) if t.bias.dim() == 2 else t.bias)
     x = apply_activation(x, p.activation, p.gate_up)

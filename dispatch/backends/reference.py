@@ -69,6 +69,9 @@ def _gemm(problem: Any, t: Any) -> Any:
     from kernelgen import reference
 
     b, scale_b = product_weight(problem, t)
+    if problem.epilogue is not None:
+        product: Any = reference.gemm(t.a, b, scale_a=t.scale_a, scale_b=scale_b)
+        return deliver_product(problem, t, t.epilogue.apply(product, problem.gate_up))
     result = reference.gemm(
         t.a, b, bias=t.bias, activation=problem.activation, gate_up=problem.gate_up,
         c=t.c, beta=t.beta, scale_a=t.scale_a, scale_b=scale_b, out_scale=problem.out_scale,

@@ -51,7 +51,7 @@ def _gemm(p: GemmProblem) -> Callable[[Any], Any]:
         x = torch.matmul(t.a, b) if p.a_dtype in ("fp32", "fp64") else torch.matmul(t.a.float(), b.float())
         if t.bias is not None:
             x = x + t.bias
-        x = apply_activation(x, p.activation, p.gate_up)
+        x = apply_activation(x, p.activation, p.gate_up) if p.epilogue is None else t.epilogue.apply(x, p.gate_up)
         if t.c is not None and t.beta != 0:  # as in BLAS, a zero beta does not read c
             x = torch.add(x, t.c, alpha=t.beta)  # beta * c in c's own type would be one rounding more
         if p.requires_grad:

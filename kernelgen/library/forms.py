@@ -212,6 +212,7 @@ class Copied:
 
 plans = Handles("plan")
 variants = Handles("variant")
+epilogues = Handles("epilogue")
 
 
 def split_variant(variant: Any) -> tuple[Any, ...]:
@@ -228,6 +229,13 @@ def join_variant(number: int, tensors: list[torch.Tensor] | None, scalars: list[
 
     made = variants.get(number)
     return replace(made, tensors=dict(zip(sorted(made.tensors), tensors or ())), scalars=dict(zip(sorted(made.scalars), scalars or ())))
+
+
+def join_epilogue(number: int, tensors: list[torch.Tensor] | None, scalars: list[Any] | None) -> Any:
+    if not number:
+        return None
+    made = epilogues.get(number)
+    return made.with_values(**dict(zip(sorted(made.tensors), tensors or ())), **dict(zip(sorted(made.scalars), scalars or ())))
 
 
 def split_plan(plan: Any) -> tuple[Any, ...]:
@@ -259,6 +267,7 @@ FORMS: dict[str, Form] = {
     "MoESort": Form(("Tensor row_of_slot",), split_sort, join_sort),
     "Scaling": Form(("str[]? {}=None",), split_scaling, join_scaling),
     "BlockMask": Form(("Tensor? {}_counts=None", "Tensor? {}_indices=None", "SymInt[]? {}_size=None"), split_block_mask, join_block_mask),
+    "EpilogueFunction": Form(("SymInt {}=0", "Tensor[]? {}_tensors=None", "Scalar[]? {}_scalars=None"), split_variant, join_epilogue),
     "CodeType": Form(("ScalarType? {}=None",), split_code_type, join_code_type),
     "Variant": Form(("SymInt {}=0", "Tensor[]? {}_tensors=None", "Scalar[]? {}_scalars=None"), split_variant, join_variant),
     "Plan": Form(("SymInt {}",), split_plan, plans.get),

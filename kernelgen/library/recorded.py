@@ -286,19 +286,20 @@ def rope_append_kv(
 def gemm(
     a: Any, b: Any, *, bias: Any = None, activation: Any = None, gate_up: Any = "gate_first", c: Any = None, beta: Any = None,
     scale_a: Any = None, scale_b: Any = None, accumulate: Any = "float32", out_dtype: Any = None, out_scale: Any = None, out: Any = None,
-    deterministic: Any = True, backend: Any = "auto",
+    epilogue: Any = None, deterministic: Any = True, backend: Any = "auto",
 ) -> Any:
     beta = 1.0 if beta is None else beta
     writes = out is not None
     out, out_scales = helpers.as_pair(out)
     if writes:
-        made = shapes.gemm(a=a, b=b, activation=activation, out_dtype=out_dtype, out_scale=out_scale)
+        made = shapes.gemm(a=a, b=b, activation=activation, out_dtype=out_dtype, out_scale=out_scale, epilogue=epilogue)
         out, out_scales = helpers.filled((out, out_scales), made)
     b, b_scales, b_zero, b_format, b_columns, b_group_size = forms.split_weight(b)
+    epilogue, epilogue_tensors, epilogue_scalars = forms.split_variant(epilogue)
     tail = helpers.trimmed((
-        bias, activation, gate_up, c, beta, scale_a, scale_b, accumulate, out_dtype, out_scale, deterministic, backend, b_scales, b_zero,
-        b_format, b_columns, b_group_size,
-    ), (None, None, "gate_first", None, 1.0, None, None, "float32", None, None, True, "auto", None, None, None, 0, 0))
+        bias, activation, gate_up, c, beta, scale_a, scale_b, accumulate, out_dtype, out_scale, epilogue, epilogue_tensors,
+        epilogue_scalars, deterministic, backend, b_scales, b_zero, b_format, b_columns, b_group_size,
+    ), (None, None, "gate_first", None, 1.0, None, None, "float32", None, None, 0, None, None, True, "auto", None, None, None, 0, 0))
     if writes:
         torch.ops.kernelgen.gemm.out(a, b, out, out_scales, *tail)
         return (out, out_scales) if out_scale is not None else out

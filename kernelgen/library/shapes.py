@@ -75,8 +75,9 @@ def _outputs(activation: str | None, columns: Any) -> Any:
     return columns // 2 if activation in _GATED else columns
 
 
-def gemm(a: torch.Tensor, b: Any, activation: str | None, out_dtype: Any, out_scale: str | None, **rest: Any) -> Made:
-    return _product(a, (*a.shape[:-1], _outputs(activation, _columns(b))), out_dtype, out_scale)
+def gemm(a: torch.Tensor, b: Any, activation: str | None, out_dtype: Any, out_scale: str | None, epilogue: Any = None, **rest: Any) -> Made:
+    gated = "swiglu" if epilogue is not None and epilogue.gated else activation
+    return _product(a, (*a.shape[:-1], _outputs(gated, _columns(b))), out_dtype, out_scale)
 
 
 def grouped_gemm(

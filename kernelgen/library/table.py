@@ -177,7 +177,8 @@ ROWS: tuple[Row, ...] = (
     Row("rope_append_kv", "append:rope_append_kv",
         f"Tensor q, Tensor k, Tensor v, Cache! kv_cache, PageTable page_table=None, *, Tensor positions, {_PLACE}, {_ROTATION}, {_CACHE}, "
         'Tensor? out=None, str backend="auto"', shapes.like_q, outputs=("out",), brief=2),
-    Row("gemm", "gemm:gemm", f"Tensor a, Weight b, *, {_EPILOGUE}", shapes.gemm, outputs=("out",), more=_SCALED, gradient=True,
+    Row("gemm", "gemm:gemm", "Tensor a, Weight b, *, " + _EPILOGUE.replace("bool det", "EpilogueFunction epilogue=None, bool det"),
+        shapes.gemm, outputs=("out",), more=_SCALED, gradient=True,
         brief=3),
     Row("grouped_gemm", "grouped:grouped_gemm", f"Tensor a, Weight b, Numbers offsets, *, {_EPILOGUE}", **_GROUPED),
     Row("grouped_gemm_masked", "grouped:grouped_gemm_masked", f"Tensor a, Weight b, Numbers counts, *, {_EPILOGUE}", **_GROUPED),

@@ -36,6 +36,7 @@ from kernelgen.ops.products import (
     beta_of,
     check_addend,
     check_bias,
+    check_function,
     check_operands,
     check_options,
     check_results_apart,
@@ -50,9 +51,10 @@ from kernelgen.ops.products import (
 )
 from kernelgen.ops.weights import PackedWeight
 from kernelgen.problems.common import alignment_of
-from kernelgen.problems.gemm import GemmProblem
+from kernelgen.problems.gemm import FUNCTION, GemmProblem
 from kernelgen.targets import Target, target_of
 from kernelgen.tensors import GemmTensors
+from kernelgen.variants.epilogue_function import EpilogueFunction
 
 _calls = new_memo()
 
@@ -70,7 +72,8 @@ def gemm(
     a: torch.Tensor, b: Weight, *, bias: torch.Tensor | None = None, activation: str | None = None,
     gate_up: str = "gate_first", c: torch.Tensor | None = None, beta: float = 1.0, scale_a: torch.Tensor | None = None,
     scale_b: torch.Tensor | None = None, accumulate: str = "float32", out_dtype: torch.dtype | None = None,
-    out_scale: str | None = None, out: Output = None, deterministic: bool = True, backend: str = "auto",
+    out_scale: str | None = None, out: Output = None, epilogue: EpilogueFunction | None = None, deterministic: bool = True,
+    backend: str = "auto",
 ) -> Any:
     """activation(a @ b + bias) + beta * c, accumulated in float32 (float64 for float64 tensors).
 
@@ -87,6 +90,8 @@ def gemm(
     With ``out_scale`` ("tensor", "row", "block_1x128") the result is (fp8 codes, float32 scale) as from quantize_fp8, and
     ``out`` the codes, or both.
 
+    ``epilogue``, made by :func:`kernelgen.epilogue`, is a function of yours in the place of bias, activation and c.
+
     Raises ShapeError, DtypeError, DeviceError, LayoutError, SettingsError; NoBackendError with the table of reasons; CompileError.
     """
     key: Any = None
@@ -101,6 +106,7 @@ def gemm(
             b.device, (address_a | address_b) & 15, layout_of(bias), activation, gate_up, accumulate, out_dtype, deterministic,
             backend, grad, layout_of(c), beta, layout_of(scale_a), layout_of(scale_b), out_scale,
             layout_of(out, written=True) if type(out) is not tuple else tuple([layout_of(t, written=True) for t in out]),
+            None if epilogue is None else getattr(epilogue, "layout", None),
         )
         if not (address_a and address_b) or a.is_neg() or (not packed and b.is_neg()):  # type: ignore[union-attr]
             key = None  # nothing there, or not as it seems: the long way looks closer
@@ -109,12 +115,12 @@ def gemm(
         except TypeError:  # an option that has no hash is no legal one
             key = call = None
         if call is not None:
-            return call(a, b, bias, c, scale_a, scale_b, out)
+            return call(a, b, bias, c, scale_a, scale_b, out, epilogue)
     elif through_torch(a, getattr(b, "codes", b)):
         return record("gemm", locals())
     check_backend(backend)
-    epilogue = Epilogue(bias, activation, gate_up, c, beta, accumulate, out_dtype, out_scale, out, deterministic)
-    call = _describe(a, b, scale_a, scale_b, epilogue)
+    asked = Epilogue(bias, activation, gate_up, c, beta, accumulate, out_dtype, out_scale, out, deterministic, epilogue)
+    call = _describe(a, b, scale_a, scale_b, asked)
     decision, run = prepare(call.problem, target_of(a.device), backend, call.tensors)
     if key is not None and _all_views(a, b, scale_a, scale_b, c, call.result):
         # The prepared call re-reads addresses, which a copy would not follow.
@@ -150,10 +156,10 @@ def _prepared_generated(sample: Described, run: Any) -> Callable[..., Any]:
     out, scale = sample.result.out, sample.result.scale
     shape, dtype, same, beta = tuple(out.shape), out.dtype, out.dtype == sample.tensors.a.dtype, sample.tensors.beta
     scale_shape = None if scale is None else tuple(scale.shape)
-    packed, pack = sample.problem.weight_format is not None, GemmTensors
+    packed, pack, device = sample.problem.weight_format is not None, GemmTensors, out.device
     meets = meeting(out, sample.tensors)
 
-    def call(a: torch.Tensor, b: Any, bias: Any, c: Any, scale_a: Any, scale_b: Any, out: Any) -> Any:
+    def call(a: torch.Tensor, b: Any, bias: Any, c: Any, scale_a: Any, scale_b: Any, out: Any, epilogue: Any) -> Any:
         zero = scale = None
         if packed:
             b, scale_b, zero = b.codes, b.scale, b.zero
@@ -167,7 +173,10 @@ def _prepared_generated(sample: Described, run: Any) -> Callable[..., Any]:
             wrote(given)
         else:
             out = a.new_empty(shape) if same else a.new_empty(shape, dtype=dtype)
-        run(pack(a, b, out, bias, c, beta, scale_a, scale_b, zero, scale))
+        if epilogue is None:
+            run(pack(a, b, out, bias, c, beta, scale_a, scale_b, zero, scale))
+        else:
+            run(pack(a, b, out, scale_a=scale_a, scale_b=scale_b, zero_b=zero, epilogue=epilogue, words=epilogue.words(device)))
         return out if scale is None else (out, scale)
 
     return call
@@ -177,11 +186,11 @@ def _prepared(sample: GemmTensors, shape: tuple[int, ...], run: Any) -> Callable
     """The repeated call of a wrapped backend: three-dimensional views of the operands, one allocation, run."""
     dtype, device, flat, meets = sample.out.dtype, sample.out.device, sample.out.shape, meeting(sample.out, sample)
 
-    def call(a: torch.Tensor, b: torch.Tensor, bias: Any, c: Any, scale_a: Any, scale_b: Any, out: Any) -> torch.Tensor:
+    def call(a: torch.Tensor, b: torch.Tensor, bias: Any, c: Any, scale_a: Any, scale_b: Any, out: Any, epilogue: Any) -> torch.Tensor:
         target = torch.empty(flat, dtype=dtype, device=device) if out is None else as_batch(out)
         if out is not None and meets(out, a, b, None):
             check_apart("out", out, a=a, b=b)
-        result = run(GemmTensors(as_batch(a), as_batch(b), target, bias))
+        result = run(GemmTensors(as_batch(a), as_batch(b), target, bias, epilogue=epilogue))
         if result is not None:
             return result.view(shape)
         return target.view(shape) if out is None else out  # torch's operators count what they write
@@ -199,6 +208,8 @@ def _described_by(values: dict[str, Any]) -> dict[str, Any]:
     """Arguments of gemm as those of _describe."""
     defaults: dict[str, Any] = dict(bias=None, activation=None, gate_up="gate_first", c=None, beta=1.0, accumulate="float32",
                                     out_dtype=None, out_scale=None, out=None, deterministic=True)
+    values["function"] = values.pop("epilogue", None)
+    defaults["function"] = None
     epilogue = Epilogue(**{name: values.pop(name, default) for name, default in defaults.items()})
     return dict(scale_a=None, scale_b=None) | values | dict(e=epilogue)
 
@@ -230,10 +241,13 @@ def _describe(a: torch.Tensor, b: Weight, scale_a: torch.Tensor | None, scale_b:
     if lead and a.shape[:-2] != lead:
         raise ShapeError(f"got a {shape_text(a)} and b {(*lead, k, n)}, expected the same leading dimensions, or b (K, N)")
     check_options(e)
-    shape = (*a.shape[:-1], outputs_of(e.activation, n))
+    if e.function is not None:
+        check_function(e, (*a.shape[:-1], n), a.device)
+    traced = None if e.function is None else e.function.traced
+    shape = (*a.shape[:-1], n // 2 if traced is not None and traced.gated else outputs_of(e.activation, n))
     check_bias(e.bias, n)
     check_addend(e.c, shape)
-    grad = needs_torch(a, parts[0], e.bias, e.c, scale_a, scale_b)
+    grad = needs_torch(a, parts[0], e.bias, e.c, scale_a, scale_b, *(e.function.tensors.values() if e.function is not None else ()))
     result = make_result(e, a, shape, grad=grad)
     if e.out is not None:
         check_results_apart(result, e, a=a, b=parts[0], scale_a=scale_a, scale_b=scale_b)
@@ -243,14 +257,17 @@ def _describe(a: torch.Tensor, b: Weight, scale_a: torch.Tensor | None, scale_b:
     b3, scales, view_a, view_b, zero, words = describe_b(a, b, scale_a, scale_b)
     problem = GemmProblem(
         batch=a3.shape[0], m=a.shape[-2], n=n, k=k, a_dtype=dtype_name(a.dtype), out_dtype=dtype_name(result.dtype),
-        a_order=order_of("a", a3), batched_b=bool(lead), bias=e.bias is not None, activation=e.activation,
+        a_order=order_of("a", a3), batched_b=bool(lead), bias=e.bias is not None,
+        activation=e.activation if traced is None else FUNCTION, epilogue=traced,
         gate_up=e.gate_up, accumulate_c=e.c is not None, scales=scales, out_scale=e.out_scale,
         accumulate=e.accumulate, deterministic=bool(e.deterministic), requires_grad=grad,
         bias_dtype=dtype_name(e.bias.dtype) if e.bias is not None else None, c_dtype=dtype_name(e.c.dtype) if e.c is not None else None,
         alignment=alignment_of_operands(a3, b3), out_alignment=alignment_of(c3, out3), **words,
     )
     out_scale = scale_view(e.out_scale, result.scale)
-    return Described(problem, GemmTensors(a3, b3, out3, e.bias, c3, beta_of(e), view_a, view_b, zero, out_scale), result)
+    words_of = None if e.function is None else e.function.words(a.device)
+    tensors = GemmTensors(a3, b3, out3, e.bias, c3, beta_of(e), view_a, view_b, zero, out_scale, epilogue=e.function, words=words_of)
+    return Described(problem, tensors, result)
 
 
 def packed_parts(b: Weight) -> tuple[Any, ...]:

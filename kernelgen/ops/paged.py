@@ -214,10 +214,12 @@ class AttentionPlan(Copied):
         scale, rotation, variant = self.scale * logit_factor, self.rotation, with_arguments(self.variant, variant_args)
         words = bind_words(variant, p.variant, q.device)
 
+        device = self.device
+
         def seen(name: str, value: Scale | None) -> torch.Tensor | None:
             if kind == "page":
-                return page_scale(name, value, pages, p.num_kv_heads, q.device)
-            return head_scale(name, value, batch, p.num_kv_heads, q.device, kind)
+                return page_scale(name, value, pages, p.num_kv_heads, device)
+            return head_scale(name, value, batch, p.num_kv_heads, device, kind)
 
         generated = self.decision.chosen is not None and self.decision.chosen.backend == "generated"
         layout = p.kv_layout

@@ -14,6 +14,7 @@ from kernelgen.ops.checks import check_apart, check_no_output_with_grad, check_o
 from kernelgen.ops.weights import PackedWeight
 from kernelgen.problems.common import alignment_of
 from kernelgen.problems.gemm import ACTIVATIONS, GATED_ACTIVATIONS
+from kernelgen.variants.epilogue_function import EpilogueFunction
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 BLOCK = 128
@@ -38,6 +39,7 @@ class Epilogue(NamedTuple):
     out_scale: str | None
     out: Output
     deterministic: bool
+    function: EpilogueFunction | None = None
 
 
 class Result(NamedTuple):
@@ -117,6 +119,16 @@ def check_options(e: Epilogue) -> None:
             raise SettingsError(f"{name}: got {got!r}, expected one of {', '.join(map(str, legal))}")
     if e.out_dtype is not None and not isinstance(e.out_dtype, torch.dtype):
         raise DtypeError(f"out_dtype: got {e.out_dtype!r}, expected a torch dtype such as torch.bfloat16")
+
+
+def check_function(e: Epilogue, shape: tuple[int, ...], device: torch.device) -> None:
+    """A user's epilogue, of a product of ``shape``. Raises SettingsError beside what it takes the place of."""
+    if not isinstance(e.function, EpilogueFunction):
+        raise SettingsError(f"epilogue: got a {type(e.function).__name__}, expected one made by kernelgen.epilogue(function)")
+    for name, got in (("bias", e.bias), ("activation", e.activation), ("c", e.c), ("out_scale", e.out_scale)):
+        if got is not None:
+            raise SettingsError(f"{name}: got one beside an epilogue, expected none: write it into the function, or leave the epilogue out")
+    e.function.check(shape, device)
 
 
 def outputs_of(activation: str | None, n: int) -> int:

@@ -6,6 +6,7 @@ What the tensors of a call look like to a kernel, scales included: GemmTensors a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from kernelgen.problems.common import flag_words
 
@@ -15,6 +16,8 @@ ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu") + GATED_ACTIVATIONS
 # with gate and up clamped first (the tensors carry alpha and limit).
 MORE_GATED = ("geglu_tanh", "reglu", "swiglu_oai", "swiglu_clamped", "geglu_clamped", "geglu_tanh_clamped", "reglu_clamped")
 MORE_ACTIVATIONS = (*ACTIVATIONS, "relu2", *MORE_GATED)
+# The activation of a problem with a user's epilogue: none of those that verdicts list, so that only who asks for ``epilogue`` has it.
+FUNCTION = "function"
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,8 @@ class GemmProblem:
     batch            product of the leading dimensions (1 for a plain product); ``batched_b``: b has them too
     m, n, k          a (.., M, K) @ b (K, N); n is b's N, also where a gated activation halves the output
     a_order, b_order "row" (last dimension contiguous) or "col" (first of the two contiguous)
-    activation       None or a name of ACTIVATIONS; moe also asks for others of MORE_ACTIVATIONS
+    activation       None or a name of ACTIVATIONS; moe also asks for others of MORE_ACTIVATIONS; FUNCTION: ``epilogue``
+    epilogue         None, or the TracedEpilogue in the place of bias, activation and c
     gate_up          "gate_first", "up_first" or "interleaved"; only gated activations look at it
     scales           fp8 recipe: None; "tensor" (one scale each); "row" (one per row of a, one per column of b; one of the two may
                      be a single scale, whose strides are 0); "block_128x128" or "block_1x128" (what b's blocks are; a's are 1 x 128)
@@ -63,6 +67,7 @@ class GemmProblem:
     group_size: int | None = None
     scale_dtype: str | None = None
     zero_points: bool = False
+    epilogue: Any = None
 
     op = "gemm"
     gathered = False
@@ -75,7 +80,8 @@ class GemmProblem:
 
     @property
     def gated(self) -> bool:
-        return self.activation in GATED_ACTIVATIONS or self.activation in MORE_GATED
+        gated_function = self.epilogue is not None and self.epilogue.gated
+        return self.activation in GATED_ACTIVATIONS or self.activation in MORE_GATED or gated_function
 
     @property
     def clamped(self) -> bool:
@@ -90,7 +96,8 @@ class GemmProblem:
         """Extents, types, orders, features."""
         words = flag_words(bias=self.bias, accumulate_c=self.accumulate_c, zero_points=self.zero_points,
                            nondeterministic=not self.deterministic, grad=self.requires_grad)
-        for label, value in (("activation", self.activation), ("scales", self.scales), ("out_scale", self.out_scale),
+        named = ("activation", self.activation) if self.epilogue is None else ("epilogue", self.epilogue)
+        for label, value in (named, ("scales", self.scales), ("out_scale", self.out_scale),
                              ("weight", self.weight_format), ("group", self.group_size)):
             if value:
                 words += f" {label}={value}"

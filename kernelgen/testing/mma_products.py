@@ -15,12 +15,14 @@ from kernelgen import reference as ref
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
 from kernelgen.problems.common import alignment_of
-from kernelgen.problems.gemm import GemmProblem
+from kernelgen.problems.gemm import FUNCTION, GemmProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
 from kernelgen.tensors import GemmTensors
 from kernelgen.testing.data import padded_rows, poison_, poisoned_empty, random_tensor, seed_of
+from kernelgen.testing.epilogues import epilogue_named
 from kernelgen.testing.tolerance import assert_bits_equal, assert_close_to_reference
+from kernelgen.variants.epilogue_function import EpilogueFunction
 
 _BLOCK = 128
 
@@ -30,7 +32,7 @@ class Product:
     """Sizes and features of one call; ``orders``: "r" or "c" for a and for b; ``pad``: poisoned elements between stored rows.
 
     ``scales`` and ``whole`` : the fp8 recipe, and operands and scales that are small whole numbers and powers of two, so that
-    the result is exact. ``scale_major``: "r" or "c", how scale_a and scale_b lie in memory.
+    the result is exact. ``scale_major``: "r" or "c", how scale_a and scale_b lie in memory. ``epilogue``: one of testing/epilogues.py.
     """
 
     m: int
@@ -56,6 +58,7 @@ class Product:
     group: int = 128
     symmetric: bool = True
     out_scale: str | None = None
+    epilogue: str | None = None
 
     @property
     def seed(self) -> int:
@@ -67,7 +70,10 @@ class Product:
 
     @property
     def outputs(self) -> int:
-        return self.n // 2 if self.activation in ("swiglu", "geglu") else self.n
+        return self.n // 2 if self.activation in ("swiglu", "geglu") or self.epilogue == "gate" else self.n
+
+    def function(self, device: torch.device | str) -> EpilogueFunction | None:
+        return None if self.epilogue is None else epilogue_named(self.epilogue, self.batch, self.m, self.outputs, self.seed + 9, device)
 
 
 def stored(x: torch.Tensor, order: str, pad: int) -> torch.Tensor:
@@ -110,7 +116,8 @@ def problem_of(case: Product, t: Any, kind: type[GemmProblem] = GemmProblem, **f
     features: dict[str, Any] = dict(
         batch=case.batch, m=case.m, n=case.n, k=case.k, a_dtype=case.a, b_dtype=case.b_type, out_dtype=case.out,
         a_order="row" if row_a else "col", b_order="row" if case.orders[1] == "r" and case.weight is None else "col",
-        batched_b=case.batched_b, bias=case.bias is not None, activation=case.activation, gate_up=case.gate_up,
+        batched_b=case.batched_b, bias=case.bias is not None, gate_up=case.gate_up,
+        activation=case.activation if case.epilogue is None else FUNCTION, epilogue=None if case.epilogue is None else t.epilogue.traced,
         accumulate_c=case.c is not None, scales=case.scales, accumulate=case.accumulate,
         weight_format=case.weight, out_scale=case.out_scale,
         bias_dtype=case.bias, c_dtype=case.c, alignment=alignment_of(t.a if row_a else t.a.mT, t.b if row_b else t.b.mT),
@@ -146,8 +153,10 @@ def make(case: Product, device: torch.device | str = "cpu") -> tuple[GemmTensors
     c = values(case, (case.batch, case.m, case.outputs), case.c, case.seed + 3, device) if case.c else None
     out = poisoned_empty((case.batch, case.m, case.outputs + case.pad), DTYPES[case.out].torch, device)[..., : case.outputs]
     features = dict(bias=bias, activation=case.activation, gate_up=case.gate_up, c=c, beta=case.beta, scale_a=scale_a, scale_b=scale_b)
-    out_scale = scale_output(case, out, device)
-    return GemmTensors(a, codes, out, bias, c, case.beta, view_a, view_b, zero, out_scale), features, b
+    out_scale, function = scale_output(case, out, device), case.function(device)
+    words = None if function is None else function.words(out.device)
+    tensors = GemmTensors(a, codes, out, bias, c, case.beta, view_a, view_b, zero, out_scale, epilogue=function, words=words)
+    return tensors, features, b
 
 
 def scale_output(case: Product, out: torch.Tensor, device: torch.device | str) -> torch.Tensor | None:
@@ -179,6 +188,10 @@ def results(case: Product, a: torch.Tensor, b: Any, features: dict[str, Any]) ->
             features = features | {"scale_b": features["scale_b"][0]}
     exact = ref.gemm(a, b, **features)
     assert isinstance(exact, torch.Tensor)
+    if case.epilogue is not None:
+        function, plain = case.function(a.device), ref.gemm_plain(a, b, out_dtype=torch.float32, **features)
+        assert function is not None
+        return function.apply(exact, case.gate_up), function.apply(plain, case.gate_up).to(DTYPES[case.out].torch)
     return exact, ref.gemm_plain(a, b, out_dtype=torch.float32 if case.out_scale else DTYPES[case.out].torch, **features)
 
 

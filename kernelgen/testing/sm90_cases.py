@@ -25,6 +25,7 @@ from kernelgen.kernels.gemm import (
     dense_sm90_cute,
     grouped_mixed_sm90,
     grouped_sm90,
+    grouped_sm90_cute,
     mixed_sm90,
     packed_skinny,
     packed_sm90,
@@ -46,6 +47,7 @@ from kernelgen.testing.grouped_products import Grouped, run_grouped
 from kernelgen.testing.mma_products import Product, run_product
 from kernelgen.testing.moe_layer import check_added, layer, pack_experts, quantize_experts
 from kernelgen.testing.moe_small import bound, check_small
+from kernelgen.testing.numbered_rows import run_gathered, run_scattered
 from kernelgen.testing.tolerance import assert_attention_close, assert_bits_equal
 from kernelgen.toolchains import toolchain
 
@@ -114,6 +116,11 @@ def _grouped(case: Grouped, config: Any) -> None:
     run_grouped(case, family.FAMILY, target_of("cuda"), build.kernel, config, "cuda")
 
 
+def _cute_groups(run: Callable[..., None], product: Product, *numbers: Any) -> None:
+    for config in (Cute(2, 2, 128, 5, pingpong=True), Cute(1, 2, 128, 6)):
+        run(Grouped("rows", (70, 0, 5, 130), product), *numbers, grouped_sm90_cute.FAMILY, target_of("cuda"), build.kernel, config, "cuda")
+
+
 def _quantize(recipe: str) -> None:
     x = random_tensor((70, 264), torch.bfloat16, seed=1)
     codes, scale = kernelgen.quantize_fp8(x.cuda(), recipe, backend="generated")
@@ -167,6 +174,10 @@ _PYTHON: dict[str, tuple[str, Callable[[], None]]] = {
                                       Cute(2, 2, 128, 5, cluster_m=2, pingpong=True))),
     "cute-gate": ("cutedsl", partial(_product, dense_sm90_cute, Product(130, 528, 400, "bf16", activation="swiglu", c="fp32", beta=0.5),
                                      Cute(1, 2, 256, 4, cluster_n=2))),
+    "cute-groups": ("cutedsl", partial(_cute_groups, run_grouped,
+                                       Product(0, 272, 200, "bf16", activation="swiglu", gate_up="interleaved"))),
+    "cute-gathered": ("cutedsl", partial(_cute_groups, run_gathered, Product(0, 136, 200, "bf16"), 40)),
+    "cute-scattered": ("cutedsl", partial(_cute_groups, run_scattered, Product(0, 136, 200, "bf16"), 40, False)),
     "triton-product": ("triton", partial(_product, product_triton, Product(70, 40, 100, "fp32", bias="fp32", activation="gelu"), None)),
     "triton-groups": ("triton", lambda: run_grouped(Grouped("rows", (70, 0, 5, 33), Product(0, 40, 100, "fp64", out="fp64")),
                                                     product_triton.GROUPED, target_of("cuda"), build.kernel, None, "cuda")),

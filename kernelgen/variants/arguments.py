@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections import OrderedDict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +19,9 @@ from kernelgen.variants.expression import INT32
 from kernelgen.variants.trace import extra_tensor
 from kernelgen.variants.traced import TORCH_DTYPES, ExtraScalar, ExtraTensor, TracedVariant, scalar_kind
 
+if TYPE_CHECKING:
+    from kernelgen.variants.epilogue import TracedEpilogue
+
 _KEPT_BLOCKS = 256
 
 _blocks: OrderedDict[tuple[torch.device, tuple[int, ...]], torch.Tensor] = OrderedDict()
@@ -27,7 +30,7 @@ _spare: dict[torch.device, torch.Tensor] = {}
 _lock = Lock()
 
 
-def argument_words(variant: Any, traced: TracedVariant) -> list[int]:
+def argument_words(variant: Any, traced: TracedVariant | TracedEpilogue) -> list[int]:
     """The words for the extra values of ``variant``, which must be of the kinds that ``traced`` was compiled for.
 
     Raises VariantError, DtypeError or ShapeError. The tensors must outlive every kernel that gets the words.
@@ -40,7 +43,7 @@ def argument_words(variant: Any, traced: TracedVariant) -> list[int]:
     return words
 
 
-def bind_words(variant: Any, traced: TracedVariant, device: torch.device | str) -> torch.Tensor:
+def bind_words(variant: Any, traced: TracedVariant | TracedEpilogue, device: torch.device | str) -> torch.Tensor:
     """:func:`argument_words` as an int64 tensor on ``device``; the same words give the same tensor, and nothing is copied.
 
     Blocks are kept for the last 256 different sets of words, and those that a CUDA graph was captured with for ever. A set that is

@@ -1,4 +1,4 @@
-"""Expressions to the C++ text of ``struct VariantFunctions``: one constant per operation, operands first.
+"""Expressions to the C++ text of ``struct VariantFunctions`` and ``struct EpilogueFunction``: one constant per operation, operands first.
 
 The text depends on the expressions alone. Extra values appear as offsets in the argument block, never by name.
 """
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from kernelgen.variants.expression import BOOL, FLOAT32, FLOATS, INT, INT32, Expression, in_order, number_of, promote
 
 if TYPE_CHECKING:
+    from kernelgen.variants.epilogue import TracedEpilogue
     from kernelgen.variants.traced import ExtraTensor, TracedVariant
 
 _MATH = "variant_math::"
@@ -47,6 +48,17 @@ def variant_functions(traced: TracedVariant, scalar: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def epilogue_function(traced: TracedEpilogue, scalar: str) -> str:
+    """The struct, for products whose sums are ``scalar``; needs kernelgen/gemm/epilogue_function.h and namespace kernelgen."""
+    return "\n".join([
+        "struct EpilogueFunction {",
+        f"  static KERNELGEN_DEVICE {scalar} value({scalar} x, {scalar} y, const EpilogueContext& c, const int64_t* args) {{",
+        *_Body(traced, scalar).lines(traced.result, scalar),
+        "  }",
+        "};",
+    ]) + "\n"
+
+
 def _bool(x: bool) -> str:
     return "true" if x else "false"
 
@@ -54,7 +66,7 @@ def _bool(x: bool) -> str:
 class _Body:
     """Statements of one function."""
 
-    def __init__(self, traced: TracedVariant, scalar: str) -> None:
+    def __init__(self, traced: TracedVariant | TracedEpilogue, scalar: str) -> None:
         self.scalar = scalar
         self.names: dict[Expression, str] = {}
         self.tensors: dict[str, tuple[ExtraTensor, int]] = {}
@@ -75,7 +87,7 @@ class _Body:
             if e.op == "field":
                 self.names[e] = f"c.{e.value}"
             elif e.op == "score":
-                self.names[e] = "score"
+                self.names[e] = str(e.value or "score")
             else:
                 name = f"t{len(text)}"
                 text.append(f"    const {self.type_of(e)} {name} = {self.text(e)};")

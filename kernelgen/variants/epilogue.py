@@ -2,7 +2,8 @@
 whose columns are a gate's and what it gates ``(x, y, ctx) -> value``, x of the first half of the columns and y of the second.
 
 ``ctx`` has ``batch``, ``row`` and ``column`` of the element, the extra tensors, indexed with one integer expression per dimension, and the
-extra numbers. Traced once, it is written as Python for CuTe-DSL (templates/cute/functions.py has its helpers).
+extra numbers. Traced once, it is written as C++ (emit.py) for CUDA and CPU kernels and as Python for CuTe-DSL (templates/cute/functions.py
+has its helpers). The public side: epilogue_function.py.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from kernelgen.errors import VariantError
 from kernelgen.variants.expression import BOOL, FLOATS, INT, INT32, REAL, Expression, in_order, make, number_of
-from kernelgen.variants.trace import _KIND_TYPE, Context, Tensor, Value, _names_in, _result, extra_tensor
+from kernelgen.variants.trace import _KIND_TYPE, Context, Tensor, Value, _element, _names_in, _result, extra_tensor
 from kernelgen.variants.traced import ExtraScalar, ExtraTensor, scalar_kind
 
 FIELDS = ("batch", "row", "column")
@@ -32,12 +33,30 @@ class TracedEpilogue:
     """An epilogue as its kernels see it. Equal where the expression and the extra values that it reads are equal.
 
     rows    names of tensors whose last dimension is contiguous, which is compiled in
+    gated   takes two columns of the product for one of the output
     """
 
     result: Expression
     tensors: tuple[ExtraTensor, ...] = ()
     scalars: tuple[ExtraScalar, ...] = ()
     rows: tuple[str, ...] = ()
+    gated: bool = False
+    name: str | None = field(default=None, compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.name or 'e'}_{self.digest}"
+
+    def cpp(self, scalar: str = "float") -> str:
+        """C++ text of ``struct EpilogueFunction``, for kernels whose sums are ``scalar`` ("float" or "double")."""
+        from kernelgen.variants.emit import epilogue_function
+
+        return epilogue_function(self, scalar)
+
+    def fits(self, tensors: Mapping[str, Any], scalars: Mapping[str, Any]) -> bool:
+        """Are these of the kinds that were traced?"""
+        same = all(extra_tensor(t.name, given := tensors[t.name]) == t and (t.name in self.rows) == (t.rank > 0 and given.stride(-1) == 1)
+                   for t in self.tensors)
+        return same and all(scalar_kind(s.name, scalars[s.name]) == s.kind for s in self.scalars)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -74,11 +93,38 @@ class TracedEpilogue:
 
     @cached_property
     def digest(self) -> str:
-        return hashlib.sha256(self.code.encode()).hexdigest()[:12]
+        """12 hex digits of the C++ text: the same for every function that gives the same kernel."""
+        return hashlib.sha256(self.cpp().encode()).hexdigest()[:12]
+
+    @cached_property
+    def outside_dsl(self) -> str:
+        """Why CuTe-DSL cannot have it, or ""."""
+        for t in self.tensors:
+            if t.dtype not in _DSL or t.rank == 0:
+                return f"extra tensor {t.name!r} is {t.dtype} of {t.rank} dimensions: one of {', '.join(_DSL)}, one dimension or more"
+        for s in self.scalars:
+            if s.kind not in _WORDS:
+                return f"the number {s.name!r} needs 64 bits: one of 32"
+        try:
+            _ = self.code
+        except VariantError as error:
+            return str(error).removeprefix("epilogue: ")
+        return ""
 
 
 def trace_epilogue(
     function: Callable[..., Any], tensors: Mapping[str, Any] | None = None, scalars: Mapping[str, Any] | None = None, gated: bool = False
+) -> TracedEpilogue:
+    """:func:`trace_function`, for CuTe-DSL. Raises VariantError also for what has no form there."""
+    traced = trace_function(function, tensors, scalars, gated)
+    if traced.outside_dsl:
+        raise VariantError(f"epilogue: {traced.outside_dsl}")
+    return traced
+
+
+def trace_function(
+    function: Callable[..., Any], tensors: Mapping[str, Any] | None = None, scalars: Mapping[str, Any] | None = None, gated: bool = False,
+    name: str | None = None,
 ) -> TracedEpilogue:
     """``function`` called once with stand-ins; ``gated``: it takes both halves. Raises VariantError for what cannot become a kernel,
     DtypeError for a tensor's type."""
@@ -87,28 +133,19 @@ def trace_epilogue(
     hidden = {"x", "y", *FIELDS} & {*known, *numbers}
     if hidden:
         raise VariantError(f"epilogue: the extra value {min(hidden)!r} hides a field of the context; rename it")
-    for name, t in known.items():
-        if t.dtype not in _DSL:
-            raise VariantError(f"epilogue: extra tensor {name!r} is {t.dtype}, expected one of {', '.join(_DSL)}")
-        if t.rank == 0:
-            raise VariantError(f"epilogue: extra tensor {name!r} has no dimension, expected one or more; pass a number by scalars=")
     values: dict[str, Value | Tensor] = {
-        name: Value(make("field", INT, value=name, bounds=(0, INT32[1]))) for name in FIELDS}
-    values |= {name: Tensor(t) for name, t in known.items()}
-    for name, scalar in numbers.items():
-        if scalar.kind not in _WORDS:
-            raise VariantError(f"epilogue: the number {name!r} needs 64 bits, expected one of 32")
+        field: Value(make("field", INT, value=field, bounds=(0, INT32[1]))) for field in FIELDS}
+    values |= {n: Tensor(t) if t.rank else _element(t, ()) for n, t in known.items()}
+    for n, scalar in numbers.items():
         dtype, bounds = _KIND_TYPE[scalar.kind]
-        values[name] = Value(make("scalar", dtype, value=name, weak=True, bounds=bounds))
+        values[n] = Value(make("scalar", dtype, value=n, weak=True, bounds=bounds))
     given = [Value(make("score", REAL, value=half)) for half in (("x", "y") if gated else ("x",))]
-    result = _result("score", function(*given, Context(values)), FLOATS, "a float (the new value)")
-    read = {name for e in in_order((result,)) for name in _names_in(e)}
+    result = _result("epilogue", function(*given, Context(values)), FLOATS, "a float (the new value)")
+    read = {n for e in in_order((result,)) for n in _names_in(e)}
     # Descriptions without a tensor are those of calls, whose rows are contiguous.
-    rows = (n for n, t in (tensors or {}).items() if n in read and (isinstance(t, ExtraTensor) or t.stride(-1) == 1))
-    traced = TracedEpilogue(result, tuple(known[n] for n in sorted(known) if n in read),
-                            tuple(numbers[n] for n in sorted(numbers) if n in read), tuple(sorted(rows)))
-    _ = traced.code  # an operation that has no form there is said now
-    return traced
+    rows = (n for n, t in (tensors or {}).items() if n in read and known[n].rank and (isinstance(t, ExtraTensor) or t.stride(-1) == 1))
+    return TracedEpilogue(result, tuple(known[n] for n in sorted(known) if n in read),
+                          tuple(numbers[n] for n in sorted(numbers) if n in read), tuple(sorted(rows)), gated, name)
 
 
 def _leaf(e: Expression) -> str:

@@ -302,7 +302,7 @@ def _result(what: str, value: Any, dtypes: tuple[str, ...], expected: str) -> Ex
         raise VariantError(f"variant: the {what} function returned a {type(value).__name__}, expected {expected}")
     e = _lift(value)
     if e.dtype not in dtypes:
-        advice = {"score": "convert it with .float()", "mask": "compare it with something, as in x != 0"}[what]
+        advice = "compare it with something, as in x != 0" if what == "mask" else "convert it with .float()"
         raise VariantError(f"variant: the {what} function returned {e.dtype}, expected {expected}; {advice}")
     return e
 

@@ -17,10 +17,11 @@ def empty(barriers, stage, stages):
 
 
 @cute.jit
-def init(barriers: cute.Pointer, stages: cutlass.Constexpr, releases: cutlass.Constexpr):
-    """By one thread. ``releases``: arrivals that make a stage empty, of all blocks that its copies may come from."""
+def init(barriers: cute.Pointer, stages: cutlass.Constexpr, releases: cutlass.Constexpr, fills: cutlass.Constexpr = 1):
+    """By one thread. ``releases``: arrivals that make a stage empty, of all blocks that its copies may come from; ``fills``: that make it
+    full, that of who acquires it and those of threads that write into it."""
     for stage in cutlass.range_constexpr(stages):
-        cute.arch.mbarrier_init(full(barriers, stage), 1)
+        cute.arch.mbarrier_init(full(barriers, stage), fills)
         cute.arch.mbarrier_init(empty(barriers, stage, stages), releases)
 
 
@@ -40,7 +41,7 @@ def position(count, stages):
 
 
 @cute.jit
-def acquire(barriers: cute.Pointer, stage: cutlass.Int32, phase: cutlass.Int32, stages: cutlass.Constexpr, size: cutlass.Constexpr):
+def acquire(barriers: cute.Pointer, stage: cutlass.Int32, phase: cutlass.Int32, stages: cutlass.Constexpr, size):
     """By the warp that copies: wait until a stage is empty, and say how many bytes will come. A fresh ring counts as empty."""
     cute.arch.mbarrier_wait(empty(barriers, stage, stages), phase ^ 1)
     with cute.arch.elect_one():

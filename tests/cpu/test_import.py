@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import bz2
 import json
 import re
@@ -98,6 +99,9 @@ def test_wheel_holds_every_module_template_and_the_launcher(tmp_path: Path) -> N
     expected -= {f"kernelgen/templates/{name}" for name in packed}
     changers = {"kernelgen/library/write.py", "kernelgen/bench/tuning.py", "kernelgen/dispatch/fitting.py"}
     assert expected - names == changers, "for those who change the sources"
+    for name in names & {f"kernelgen/{path}" for path in ("ops/gemm.py", "dispatch/select.py", "launch/cuda.py", "variants/trace.py")}:
+        trees = [ast.dump(ast.parse(text), include_attributes=True) for text in (archive.read(name), (ROOT / name).read_bytes())]
+        assert trees[0] == trees[1], f"{name}: without its comments it is the same, line by line"
     archive.extractall(tmp_path / "installed")
     code = "import kernelgen, kernelgen.render as r; print(kernelgen.__file__, len(r.template_text('gemm/dense_sm90.cu.jinja')))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path / "installed", check=True)

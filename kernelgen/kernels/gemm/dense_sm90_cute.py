@@ -81,10 +81,13 @@ def supports(problem: Any, target: Target) -> Verdict:
         (p.a_dtype in _DSL, f"a and b are {p.a_dtype}, dense_sm90_cute takes bf16 or fp16"),
         ((p.a_order, p.b_order) == ("row", "col"), f"orders {p.a_order}, {p.b_order}: dense_sm90_cute takes K contiguous in both"),
         (p.out_dtype in _DSL and p.out_scale is None, f"out dtype {p.out_dtype} with out_scale={p.out_scale}: bf16 or fp16"),
-        (p.activation in (*_ACTIVATIONS, *_GATES), f"activation {p.activation} is not in dense_sm90_cute"),
+        (p.epilogue is None or not p.epilogue.outside_dsl, f"epilogue: {getattr(p.epilogue, 'outside_dsl', '')}"),
+        (p.epilogue is not None or p.activation in (*_ACTIVATIONS, *_GATES), f"activation {p.activation} is not in dense_sm90_cute"),
         (not p.gated or p.gate_up != "interleaved", "gate and up columns take turns: dense_sm90_cute takes halves"),
+        (p.epilogue is None or not p.gated or p.gate_up == "gate_first", "a function's gate lies behind what it gates: gate_first"),
         (not p.requires_grad, "a gradient is asked for, and the kernel has no backward"),
         (p.out_alignment == 16, f"rows of c or out are aligned to {p.out_alignment} bytes, TMA needs 16"),
+        (p.outputs % 8 == 0, f"rows of {p.outputs} results end within 16 bytes, and the copy engine would write them whole"),
     )
 
 
@@ -151,6 +154,8 @@ def epilogue_of(bias: str | None, activation: str | None, gate_up: str, c: str |
 
 
 def _epilogue(p: GemmProblem) -> TracedEpilogue:
+    if isinstance(p.epilogue, TracedEpilogue):
+        return p.epilogue
     return epilogue_of((p.bias_dtype or p.out_dtype) if p.bias else None, p.activation, p.gate_up if p.gated else "",
                        (p.c_dtype or p.out_dtype) if p.accumulate_c else None)
 
@@ -181,18 +186,26 @@ def _regular(x: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
 def bind(problem: GemmProblem, config: Config, kernel: Any, tensors: GemmTensors) -> Callable[[GemmTensors], None]:
     """The closure of a repeated call."""
     e = _epilogue(problem)
+    if problem.epilogue is not None:
+        return _closure(config, kernel, tensors, lambda t: [t.epilogue.tensors[x.name] for x in e.tensors],
+                        lambda t: [t.epilogue.scalars[x.name] for x in e.scalars])
     return closure(config, kernel, tensors, tuple(s.name for s in e.scalars), tuple(t.name for t in e.tensors))
 
 
 def closure(config: Config, kernel: Any, tensors: Any, scalars: tuple[str, ...], extra: tuple[str, ...]) -> Callable[[Any], None]:
-    """``scalars`` and ``extra``: the tensors' fields of the epilogue's values."""
+    """``scalars`` and ``extra``: the tensors' fields of the epilogue's values. The former are what they are in this call."""
+    numbers = [getattr(tensors, name) for name in scalars]
+    return _closure(config, kernel, tensors, lambda t: [getattr(t, name) for name in extra], lambda t: numbers)
+
+
+def _closure(config: Config, kernel: Any, tensors: Any, extra: Callable[[Any], list[Any]], numbers: Callable[[Any], list[Any]],
+             ) -> Callable[[Any], None]:
     t, function = tensors, kernel.entry("gemm")
     blocks = max(1, target_of(t.a.device).sm_count // config.blocks) if t.a.device.type == "cuda" else 1
     a, b, out = _regular(t.a), _regular(t.b), _regular(t.out)
-    tail = (*(getattr(t, name) for name in scalars), blocks)
 
     def run(t: Any) -> None:
-        function(a(t.a), b(t.b), out(t.out), *[getattr(t, name) for name in extra], *tail)
+        function(a(t.a), b(t.b), out(t.out), *extra(t), *numbers(t), blocks)
 
     return run
 

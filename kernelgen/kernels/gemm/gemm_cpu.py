@@ -14,9 +14,9 @@ import torch
 
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
-from kernelgen.kernels.gemm.activations import ACTIVATION_NAMES, gate_name
+from kernelgen.kernels.gemm.activations import ACTIVATION_NAMES, activation_words, added, function_parameters, gate_name
 from kernelgen.params import ParamStruct
-from kernelgen.problems.gemm import MORE_ACTIVATIONS, GemmProblem, GroupedGemmProblem
+from kernelgen.problems.gemm import FUNCTION, MORE_ACTIVATIONS, GemmProblem, GroupedGemmProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
 from kernelgen.tensors import GemmTensors, GroupedGemmTensors
@@ -141,7 +141,7 @@ def supports(problem: GemmProblem, target: Target) -> Verdict:
                                  f"{', '.join(outputs)}"),
         (p.bias_dtype in (None, *family), f"bias dtype {p.bias_dtype} with {p.a_dtype} inputs is not one of {', '.join(family)}"),
         (p.c_dtype in (None, *family), f"c dtype {p.c_dtype} with {p.a_dtype} inputs is not one of {', '.join(family)}"),
-        (p.activation is None or p.activation in MORE_ACTIVATIONS, f"activation {p.activation} is not in gemm_cpu"),
+        (p.activation in (None, FUNCTION, *MORE_ACTIVATIONS), f"activation {p.activation} is not in gemm_cpu"),
     )
 
 
@@ -248,7 +248,7 @@ def spec(problem: GemmProblem, target: Target, config: Config) -> KernelSpec:
         out=DTYPES[out].cpp, bias_type=DTYPES[bias].cpp, c_type=DTYPES[addend].cpp, scale_type=_scale_type(p),
         tile_rows=t.rows, tile_vecs=t.vecs, tile_width=t.width, depth=t.depth, packed_bytes=t.packed, sum_bytes=t.sum,
         bias=p.bias, activation=ACTIVATION_NAMES[p.activation], gate=gate_name(p),
-        clamped=p.clamped,
+        **function_parameters(p, "double" if p.a_dtype == "fp64" else "float"), clamped=p.clamped,
         accumulate=p.accumulate_c, scales=scaled, segment=part or _BLOCK, scaled_a=p.scales is not None,
         scale_columns=_BLOCK if p.scales == "block_128x128" else 1, zero_points=p.zero_points, grouping=_GROUPINGS[grouped],
         code=_CODES[p.out_dtype] if p.out_scale else "", recipe=_RECIPES[p.out_scale] if p.out_scale else "",
@@ -276,8 +276,7 @@ def _spec_words(p: GemmProblem, config: Config, bias: str, addend: str) -> list[
     words += [{"tensor": "scaled", "row": "scaled"}.get(p.scales, p.scales)] if p.scales else []
     words += [p.out_dtype]
     words += [f"bias_{bias}"] if p.bias else []
-    words += [p.activation] if p.activation else []
-    words += [p.gate_up] if p.gated else []
+    words += activation_words(p)
     words += [f"c_{addend}"] if p.accumulate_c else []
     words += [f"to_{p.out_scale}"] if p.out_scale else []
     return words
@@ -353,7 +352,7 @@ def bind(
     def run(t: GemmTensors | GroupedGemmTensors) -> None:
         sums = torch.empty(work, dtype=torch.float32, device="cpu") if work else t.out
         launch(pack(
-            t.a.data_ptr(), t.b.data_ptr(), _address(t.bias), _address(t.c), sums.data_ptr(), _address(t.scale_a), _address(t.scale_b),
+            t.a.data_ptr(), t.b.data_ptr(), _address(added(p, t)), _address(t.c), sums.data_ptr(), _address(t.scale_a), _address(t.scale_b),
             _address(t.zero_b), _address(t.ends) if grouped else 0, t.out.data_ptr() if work else 0, _address(t.out_scale),  # type: ignore[union-attr]
         ) + tail)
 

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import torch
 
 from kernelgen.dtypes import DTYPES
-from kernelgen.kernels.gemm.activations import ACTIVATION_NAMES, gate_name, splits
+from kernelgen.kernels.gemm.activations import ACTIVATION_NAMES, activation_words, added, function_parameters, gate_name, splits
 from kernelgen.params import ParamStruct
-from kernelgen.problems.gemm import MORE_ACTIVATIONS, GemmProblem
+from kernelgen.problems.gemm import FUNCTION, MORE_ACTIVATIONS, GemmProblem
 from kernelgen.targets import Target
 from kernelgen.tensors import GemmTensors, GroupedGemmTensors
 from kernelgen.verdicts import Verdict, first_no
@@ -215,7 +215,8 @@ def supports_operands(problem: GemmProblem, target: Target, kernel: str) -> Verd
          f"out dtype {p.out_dtype} with out_scale={p.out_scale} is not one of {', '.join(FP8 if p.out_scale else OUTPUTS)}"),
         (p.bias_dtype in (None, *OUTPUTS), f"bias dtype {p.bias_dtype} is not one of {', '.join(OUTPUTS)}"),
         (p.c_dtype in (None, *OUTPUTS), f"c dtype {p.c_dtype} is not one of {', '.join(OUTPUTS)}"),
-        (p.activation is None or p.activation in MORE_ACTIVATIONS, f"activation {p.activation} is not in {kernel}"),
+        (p.activation in (None, *MORE_ACTIVATIONS) or (p.activation == FUNCTION and kernel == "gemm_mma"),
+         f"activation {p.activation} is not in {kernel}"),
         (p.scales is None or p.a_dtype in FP8, f"scales={p.scales} with a {p.a_dtype}, {kernel} scales fp8 operands only"),
         (p.weight_format is None or (p.group_size or 0) % 32 == 0 and bool(p.group_size),
          f"a group of {p.group_size} elements shares a scale, {kernel} takes multiples of 32"),
@@ -266,8 +267,7 @@ def spec_words(problem: GemmProblem, config: TileShape) -> str:
     words += [f"g{p.group_size}_{p.scale_dtype}"] if p.weight_format else []
     words += ["zeros"] if form.zero else []
     words += [f"bias_{bias}"] if p.bias else []
-    words += [p.activation] if p.activation else []
-    words += [p.gate_up] if p.gated else []
+    words += activation_words(p)
     words += [f"c_{addend}"] if p.accumulate_c else []
     words += [] if access(p) == 16 else [f"a{access(p)}"]
     words += [] if _vector_out(p) else ["scalar_out"]
@@ -287,7 +287,7 @@ def operand_parameters(problem: GemmProblem, grouping: str = "kNone") -> dict[st
         element_a=p.a_dtype, element_b=_ELEMENTS.get(p.b_dtype, p.b_dtype), product=p.a_dtype if p.a_dtype in HALVES else "fp16",
         out=DTYPES[out_dtype].cuda, bias_type=DTYPES[p.bias_dtype or out_dtype].cuda, c_type=DTYPES[p.c_dtype or out_dtype].cuda,
         scale_type=_SCALE_TYPES.get(scale) or DTYPES[scale].cuda, activation=ACTIVATION_NAMES[p.activation], gate=gate_name(p),
-        grouping=grouping, clamped=p.clamped, bias=p.bias, accumulate=p.accumulate_c, vector_out=_vector_out(p),
+        grouping=grouping, **function_parameters(p), clamped=p.clamped, bias=p.bias, accumulate=p.accumulate_c, vector_out=_vector_out(p),
     )
 
 
@@ -346,11 +346,13 @@ def _addresses(problem: GemmProblem) -> Callable[[Any, torch.Tensor, int], bytes
     pack = PARAMS.pointer_packer.pack
     scaled = form.row_scales or form.block_scales_b
     scaled_a = scaled and p.weight_format is None
+    with_bias = p.bias or p.epilogue is not None
 
     def pointers(t: Any, out: torch.Tensor, ends: int) -> bytes:
         return pack(
-            t.a.data_ptr(), t.b.data_ptr(), t.bias.data_ptr() if p.bias else 0, t.c.data_ptr() if p.accumulate_c else 0, out.data_ptr(),
-            t.scale_a.data_ptr() if scaled_a else 0, t.scale_b.data_ptr() if scaled else 0, t.zero_b.data_ptr() if form.zero else 0, ends)
+            t.a.data_ptr(), t.b.data_ptr(), added(p, t).data_ptr() if with_bias else 0, t.c.data_ptr() if p.accumulate_c else 0,
+            out.data_ptr(), t.scale_a.data_ptr() if scaled_a else 0, t.scale_b.data_ptr() if scaled else 0,
+            t.zero_b.data_ptr() if form.zero else 0, ends)
 
     return pointers
 

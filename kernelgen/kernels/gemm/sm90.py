@@ -10,9 +10,9 @@ import torch
 
 from kernelgen.dtypes import DTYPES
 from kernelgen.errors import LayoutError
-from kernelgen.kernels.gemm.activations import ACTIVATION_NAMES, gate_name, splits
+from kernelgen.kernels.gemm.activations import ACTIVATION_NAMES, activation_words, added, function_parameters, gate_name, splits
 from kernelgen.kernels.gemm.requantize import TEMPLATE, Requantization
-from kernelgen.problems.gemm import MORE_ACTIVATIONS, GemmProblem
+from kernelgen.problems.gemm import FUNCTION, MORE_ACTIVATIONS, GemmProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
 from kernelgen.verdicts import Verdict, first_no
@@ -79,6 +79,10 @@ def requantized(spec: KernelSpec, quantize: Requantization) -> KernelSpec:
         params=spec.params, params_type=spec.params_type, entries=(*spec.entries, *quantize.entries), target=spec.target)
 
 
+# Of the kernels whose verdicts ask here, those that call a user's epilogue.
+_WITH_FUNCTIONS = ("dense_sm90", "dense_sm90_cute")
+
+
 def supports_common(problem: GemmProblem, target: Target, name: str) -> Verdict:
     """What TMA, WGMMA and the epilogue need."""
     p = problem
@@ -93,7 +97,8 @@ def supports_common(problem: GemmProblem, target: Target, name: str) -> Verdict:
          f"out dtype {p.out_dtype} with out_scale={p.out_scale} is not one of {', '.join(_FP8 if p.out_scale else _OUTPUTS)}"),
         (p.bias_dtype in (None, *_OUTPUTS), f"bias dtype {p.bias_dtype} is not one of {', '.join(_OUTPUTS)}"),
         (p.c_dtype in (None, *_OUTPUTS), f"c dtype {p.c_dtype} is not one of {', '.join(_OUTPUTS)}"),
-        (p.activation is None or p.activation in MORE_ACTIVATIONS, f"activation {p.activation} is not in {name}"),
+        (p.activation in (None, *MORE_ACTIVATIONS) or (p.activation == FUNCTION and name in _WITH_FUNCTIONS),
+         f"activation {p.activation} is not in {name}"),
         (p.scales in (None, "tensor", "row", *BLOCK_RECIPES), f"scales={p.scales} are not in {name}"),
         (p.weight_format is None, f"packed {p.weight_format} weights are not in {name}"),
         (max(p.m, p.n, p.k) <= _MAX_EXTENT, f"an extent of {max(p.m, p.n, p.k)} exceeds {_MAX_EXTENT}"),
@@ -111,7 +116,8 @@ def options(problem: GemmProblem, columns: int, **config: Any) -> dict[str, Any]
     return dict(
         element=p.a_dtype, out=out, bias_type=DTYPES[p.bias_dtype].cuda if p.bias_dtype else out,
         c_type=DTYPES[p.c_dtype].cuda if p.c_dtype else out, activation=ACTIVATION_NAMES[p.activation], gate=gate_name(p),
-        clamped=p.clamped, row_a=p.a_order == "row", row_b=p.b_order == "row", bias=p.bias, accumulate=p.accumulate_c,
+        **function_parameters(p), clamped=p.clamped,
+        row_a=p.a_order == "row", row_b=p.b_order == "row", bias=p.bias, accumulate=p.accumulate_c,
         scales=p.scales in ("tensor", "row"), block_scales=p.scales in BLOCK_RECIPES, scale_columns=BLOCK_RECIPES.get(p.scales or "", 1),
         promote=promotes(p),
         mma_columns=str(columns),
@@ -123,8 +129,7 @@ def words(problem: GemmProblem) -> list[str]:
     p = problem
     parts = [p.a_dtype, p.out_dtype, ("r" if p.a_order == "row" else "c") + ("r" if p.b_order == "row" else "c")]
     parts += [f"bias_{p.bias_dtype or p.out_dtype}"] if p.bias else []
-    parts += [p.activation] if p.activation else []
-    parts += [p.gate_up] if p.gated else []
+    parts += activation_words(p)
     parts += [f"c_{p.c_dtype or p.out_dtype}"] if p.accumulate_c else []
     parts += [f"out_{p.out_scale}"] if p.out_scale else []
     parts += [p.scales] if p.scales in BLOCK_RECIPES else ["scales"] if p.scales else []
@@ -179,11 +184,11 @@ def quantized(problem: Problem, sample: Any, quantize: Quantize,
 
 def addresses(problem: GemmProblem) -> Callable[[Any], tuple[int, ...]]:
     """The pointers of Params, in order, of the tensors of a call."""
-    with_bias, with_c, scaled = problem.bias, problem.accumulate_c, problem.scales is not None
+    with_bias, with_c, scaled = problem.bias or problem.epilogue is not None, problem.accumulate_c, problem.scales is not None
 
     def of(t: Any) -> tuple[int, ...]:
         return (
-            t.a.data_ptr(), t.b.data_ptr(), t.out.data_ptr(), t.bias.data_ptr() if with_bias else 0,
+            t.a.data_ptr(), t.b.data_ptr(), t.out.data_ptr(), added(problem, t).data_ptr() if with_bias else 0,
             t.c.data_ptr() if with_c else 0, t.scale_a.data_ptr() if scaled else 0, t.scale_b.data_ptr() if scaled else 0,
         )
 

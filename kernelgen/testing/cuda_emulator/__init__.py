@@ -85,8 +85,8 @@ def _with_maps(params: bytes, offsets: dict[str, int], recipes: Sequence[TensorM
         address = struct.unpack_from("<Q", params, offsets[recipe.pointer])[0]
         rank = len(recipe.dims)
         assert address % 16 == 0 and all(stride % 16 == 0 for stride in recipe.strides), recipe
-        struct.pack_into("<4Q11i", filled, offsets[recipe.field], address, *recipe.strides, *[0] * (4 - rank),
-                         *recipe.dims, *[1] * (4 - rank), *recipe.box, *[1] * (4 - rank), rank, _SIZES[recipe.data_type], recipe.swizzle)
+        struct.pack_into("<5Q13i", filled, offsets[recipe.field], address, *recipe.strides, *[0] * (5 - rank),
+                         *recipe.dims, *[1] * (5 - rank), *recipe.box, *[1] * (5 - rank), rank, _SIZES[recipe.data_type], recipe.swizzle)
     return bytes(filled)
 
 

@@ -39,6 +39,8 @@ struct Fiber {
   std::vector<int> product_ends;  // of committed groups that were not waited for
   const char* waits_for = nullptr;
   int which = 0;
+  int polls = 0;                // of a barrier in a loop of the kernel's own, without success
+  unsigned cluster_phase = 0;  // of the cluster's barrier, when it arrived there
 };
 struct Barrier {
   int waiting = 0;
@@ -57,6 +59,7 @@ struct Product {
   uint64_t a, b;
   bool keep;
   void (*multiply)(const Product&);
+  const void* form = nullptr;  // what else `multiply` has to know
 };
 struct WarpProducts {
   std::vector<Product> issued;
@@ -73,8 +76,7 @@ constexpr int kMaxCluster = 8, kSharedBytes = 256 * 1024;
 inline Barrier block_barriers[kMaxCluster], cluster_barrier;
 inline Barrier named_barriers[kMaxCluster][16];
 struct Box {
-  int rank;  // of the block that gets it
-  uint32_t barrier;
+  uint32_t barrier;  // place in the memory of the cluster
   std::function<void()> copy;
 };
 inline std::vector<Box> boxes;  // of the copy engine, that land when their barrier is waited for
@@ -161,9 +163,11 @@ inline void copy_async(uint32_t shared, const void* source, int bytes, int size)
     land(copy);
   }
 }
+// Where a place in the shared memory of block `rank` lies in that of the cluster.
+inline uint32_t in_cluster(int rank, uint32_t shared) { return static_cast<uint32_t>(rank) * kSharedBytes + shared; }
 inline void land_boxes(uint32_t barrier) {
   for (size_t i = 0; i < boxes.size();) {
-    if (boxes[i].rank == current->rank && boxes[i].barrier == barrier) {
+    if (boxes[i].barrier == barrier) {
       const std::function<void()> copy = std::move(boxes[i].copy);
       boxes.erase(boxes.begin() + static_cast<std::ptrdiff_t>(i));
       copy();
@@ -178,7 +182,7 @@ inline void issue(const Product& one, float* sums, const uint32_t* rows) {
   const int index = current->products++, lane = thread() % 32;
   if (index == static_cast<int>(own.issued.size())) own.issued.push_back(one);
   Product& product = own.issued[index];
-  if (product.a != one.a || product.b != one.b || product.keep != one.keep || product.multiply != one.multiply) {
+  if (product.a != one.a || product.b != one.b || product.keep != one.keep || product.multiply != one.multiply || product.form != one.form) {
     std::fprintf(stderr, "emulator: lanes of a warp issue different products\n"), std::abort();
   }
   product.sums[lane] = sums;
@@ -252,7 +256,9 @@ inline void run_cluster(Dim3 first, int blocks, int threads) {
   warp_products.assign(warps, WarpProducts{});
   for (int rank = 0; rank < blocks; ++rank) block_barriers[rank] = Barrier{0, 0, threads};
   cluster_barrier = Barrier{0, 0, all};
-  for (auto& of_block : named_barriers) std::fill(std::begin(of_block), std::end(of_block), Barrier{});
+  for (auto& of_block : named_barriers) {
+    for (Barrier& barrier : of_block) barrier = Barrier{};
+  }
   passed.clear();
   warp_rounds.assign(warps, 1000);
   std::memset(cluster_shared, 0xff, static_cast<size_t>(blocks) * kSharedBytes);  // NaN in every type
@@ -270,6 +276,7 @@ inline void run_cluster(Dim3 first, int blocks, int threads) {
     f.products = 0;
     f.product_ends.clear();
     f.waits_for = nullptr;
+    f.polls = 0;
     void** top = reinterpret_cast<void**>(f.stack + kStack - 64);
     *--top = nullptr;                           // return address of entry, never used; keeps the stack aligned
     *--top = reinterpret_cast<void*>(&entry);

@@ -46,6 +46,7 @@ def test_every_branch_compiles_without_spills() -> None:
     ({"b_order": "row"}, "K contiguous"), ({"a_dtype": "e4m3", "b_dtype": "e4m3"}, "bf16 or fp16"),
     ({"out_dtype": "fp32"}, "out dtype fp32"), ({"activation": "swiglu_oai"}, "swiglu_oai"), ({"out_alignment": 8}, "aligned to 8"),
     ({"activation": "swiglu", "gate_up": "interleaved"}, "take turns"), ({"activation": "swiglu"}, ""),
+    ({"n": 4100}, "within 16 bytes"),
     ({"alignment": 8}, "aligned to 8"), ({"k": 0}, "extent is 0"), ({"requires_grad": True}, "gradient"), ({}, ""),
 ))
 def test_verdicts(changed: dict[str, Any], words: str) -> None:
@@ -95,7 +96,7 @@ def test_what_cannot_be_an_epilogue(function: Any, words: str) -> None:
         trace_epilogue(function, {"wide": torch.zeros(3, dtype=torch.float64)} if "float64" in words else {})
     with pytest.raises(VariantError, match="hides a field"):
         trace_epilogue(lambda x, ctx: x, {"row": torch.zeros(3)})
-    with pytest.raises(VariantError, match="has no dimension"):
-        trace_epilogue(lambda x, ctx: x, {"t": torch.tensor(1.0)})
+    with pytest.raises(VariantError, match="one dimension or more"):
+        trace_epilogue(lambda x, ctx: x + ctx.t, {"t": torch.tensor(1.0)})
     with pytest.raises(DtypeError):
         trace_epilogue(lambda x, ctx: x, {"t": torch.zeros(3, dtype=torch.complex64)})

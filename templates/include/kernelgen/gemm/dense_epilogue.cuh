@@ -38,6 +38,7 @@ struct DenseEpilogue {
   using Out = typename Options::Out;
   static constexpr Gate kGate = Options::kGate;
   static constexpr bool kGated = kGate != Gate::kNone;
+  static constexpr bool kFunction = !is_same_v<typename Options::Function, void>;
   static constexpr bool kSplit = kGate == Gate::kGateFirst || kGate == Gate::kUpFirst;
   static constexpr bool kRowGroups = Options::kGrouping == Grouping::kRows || Options::kGrouping == Grouping::kMasked;
   static constexpr int kOutputs = kGated ? Options::kBlockN / 2 : Options::kBlockN;
@@ -58,7 +59,7 @@ struct DenseEpilogue {
   static_assert(kOutputs % 8 == 0, "eight outputs of a row belong to one instruction");
   // Outputs of eight columns at a time where registers are short, or ptxas loads scales and biases of all at once, and spills.
   static constexpr bool kOneByOne =
-      (Options::kPromote || kRowGroups) && kGate == Gate::kInterleaved && (Options::kBias || Options::kScales);
+      kFunction || ((Options::kPromote || kRowGroups) && kGate == Gate::kInterleaved && (Options::kBias || Options::kScales));
 
   uint32_t slabs;   // shared address of this warpgroup's kSlabs
   uint32_t staged;  // and of its columns' scales, then biases
@@ -81,6 +82,7 @@ struct DenseEpilogue {
     uint32_t staged;
     const float* scales;
     const typename Options::Bias* biases;
+    int batch, row;  // for a function of the user's
   };
 
   // That of a row of the product; of rows that do not exist any that does.
@@ -104,7 +106,7 @@ struct DenseEpilogue {
 
   // Not kStaged.
   __device__ static Extras extras_of(const DenseSm90Params& p, int row, const OutputTile& tile) {
-    Extras extras{1.0f, 1.0f, 0, nullptr, nullptr};
+    Extras extras{1.0f, 1.0f, 0, nullptr, nullptr, tile.batch, row};
     if constexpr (Options::kScales) {
       extras.top = scale_of_row(p, tile, row);
       extras.bottom = scale_of_row(p, tile, row + 8);
@@ -170,7 +172,7 @@ struct DenseEpilogue {
   // Of the m-th 64 rows of this consumer, the thread's first of which is `row`.
   __device__ Extras extras_of(const DenseSm90Params& p, int row, const OutputTile& tile, const Ahead& ahead, int m) const {
     if constexpr (kStaged) {
-      return {Options::kScales ? ahead.rows[m][0] : 1.0f, Options::kScales ? ahead.rows[m][1] : 1.0f, staged, nullptr, nullptr};
+      return {Options::kScales ? ahead.rows[m][0] : 1.0f, Options::kScales ? ahead.rows[m][1] : 1.0f, staged, nullptr, nullptr, tile.batch, row};
     } else {
       return extras_of(p, row, tile);
     }
@@ -208,8 +210,14 @@ struct DenseEpilogue {
     }
   }
 
-  __device__ static float gated(const DenseSm90Params& p, float gate, float up) {
-    return activate_gate<Options::kActivation, Options::kClamped>(gate, up, p.alpha, p.limit);
+  // The user's, whose arguments are where a bias would be; `i`: of the four of a thread, two rows apart by 8.
+  __device__ static float call_function(const DenseSm90Params& p, const Extras& extras, float x, float y, int column, int i) {
+    return Options::Function::value(x, y, {extras.batch, extras.row + i / 2 * 8, column}, static_cast<const int64_t*>(p.bias));
+  }
+
+  __device__ static float gated(const DenseSm90Params& p, float gate, float up, const Extras& extras, int column, int i) {
+    if constexpr (kFunction) return call_function(p, extras, gate, up, column, i);
+    else return activate_gate<Options::kActivation, Options::kClamped>(gate, up, p.alpha, p.limit);
   }
 
   // Of the eight outputs from `column` on, those of this thread: y[0], y[1] of its upper row, y[2], y[3] of the lower one.
@@ -222,7 +230,7 @@ struct DenseEpilogue {
       product(gate, sums + 4 * tile, p, extras, column + (up_first ? half : 0), 8 * tile + 2 * pair);
       product(up, sums + 4 * tile + kSums / 2, p, extras, column + (up_first ? 0 : half), kOutputs + 8 * tile + 2 * pair);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) y[i] = gated(p, gate[i], up[i]);
+      for (int i = 0; i < 4; ++i) y[i] = gated(p, gate[i], up[i], extras, column + i % 2, i);
     } else if constexpr (kGated) {
       // Product tiles 2 tile and 2 tile + 1 give this lane outputs `pair` and 4 + `pair` of the eight.
       float low[4], high[4], z[2][2];
@@ -231,8 +239,9 @@ struct DenseEpilogue {
       product(high, sums + 8 * tile + 4, p, extras, 2 * first_output + in_tile + 8, in_tile + 8);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        z[0][r] = gated(p, low[2 * r], low[2 * r + 1]);
-        z[1][r] = gated(p, high[2 * r], high[2 * r + 1]);
+        const int output = first_output + 8 * tile + pair;
+        z[0][r] = gated(p, low[2 * r], low[2 * r + 1], extras, output, 2 * r);
+        z[1][r] = gated(p, high[2 * r], high[2 * r + 1], extras, output + 4, 2 * r);
       }
       const int source = lane_id() / 4 * 4 + 2 * pair % 4;
 #pragma unroll
@@ -244,7 +253,10 @@ struct DenseEpilogue {
     } else {
       product(y, sums + 4 * tile, p, extras, column, 8 * tile + 2 * pair);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) y[i] = activate<Options::kActivation>(y[i]);
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (kFunction) y[i] = call_function(p, extras, y[i], 0.0f, column + i % 2, i);
+        else y[i] = activate<Options::kActivation>(y[i]);
+      }
     }
   }
 

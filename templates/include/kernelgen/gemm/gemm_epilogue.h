@@ -1,6 +1,8 @@
 // What happens to a finished sum of a CPU product: scales, bias, activation, gate, c; and where b keeps gate and up columns.
 #pragma once
 
+#include <type_traits>
+
 #include "kernelgen/activation/activations.h"
 #include "kernelgen/gemm/gate.cuh"
 #include "kernelgen/gemm/operands.h"
@@ -10,6 +12,7 @@ namespace kernelgen {
 
 // `Options` is the rendered file's struct of compile-time constants:
 //   Element (of a), ElementB, Out, Bias, C, Scale (of b); kTileRows, kTileVecs, kGrouping
+//   Function: void, or what epilogue_function.h says, whose block of arguments is in the bias' place
 //   kBias, kActivation, kGate, kClamped, kAccumulate, kScales and what scales.h names
 template <class Options>
 struct GemmEpilogue : Options {
@@ -67,10 +70,24 @@ struct GemmEpilogue : Options {
     return V::zero();  // unused
   }
 
+  // A user's function of each of the first `count` elements: its loads and branches are of one element.
+  static KERNELGEN_INLINE Reg call_function(const GemmCpuParams& p, Reg value, Reg up, int64_t batch, int64_t row, int64_t column,
+                                            int64_t count) {
+    alignas(64) Sum x[V::kLanes], y[V::kLanes] = {};
+    V::store(x, value);
+    if constexpr (kGated) V::store(y, up);
+    for (int64_t i = 0; i < V::kLanes && i < count; ++i) {
+      x[i] = Options::Function::value(x[i], y[i], {static_cast<int32_t>(batch), static_cast<int32_t>(row), static_cast<int32_t>(column + i)},
+                                      static_cast<const int64_t*>(p.bias));
+    }
+    return V::load(x);
+  }
+
   // The first `count` (any number) outputs of a register: `value` and, gated, `up`, both from Columns::finish.
   static KERNELGEN_INLINE void store(const GemmCpuParams& p, Reg value, Reg up, int64_t batch, int64_t row, int64_t column,
                                      int64_t count) {
-    if constexpr (kGated) value = activate_gate<V, Options::kActivation, Options::kClamped>(value, up, p.alpha, p.limit);
+    if constexpr (!std::is_void_v<typename Options::Function>) value = call_function(p, value, up, batch, row, column, count);
+    else if constexpr (kGated) value = activate_gate<V, Options::kActivation, Options::kClamped>(value, up, p.alpha, p.limit);
     else value = activate<V, Options::kActivation>(value);
     if constexpr (Options::kAccumulate) {
       // A zero beta means that c is not read, as in BLAS: 0 * NaN would be NaN.

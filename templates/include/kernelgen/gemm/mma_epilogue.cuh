@@ -58,6 +58,13 @@ struct MmaEpilogue : MmaShape<Options> {
     }
   };
 
+  static constexpr bool kFunction = !is_same_v<typename Options::Function, void>;  // the user's, whose arguments are where a bias would be
+
+  __device__ static float call_function(const GemmMmaParams& p, float x, float y, int64_t batch, int64_t row, int column) {
+    return Options::Function::value(x, y, {static_cast<int32_t>(batch), static_cast<int32_t>(row), column},
+                                    static_cast<const int64_t*>(p.bias));
+  }
+
   // 8 outputs of one row from the 8 (16 when gated) sums they come from. `column` is the first output's, `count` how many
   // of the 8 exist.
   template <int Sums>
@@ -72,7 +79,11 @@ struct MmaEpilogue : MmaShape<Options> {
           gate = linear(gate, gate_column(p, column + i));
           up = linear(up, up_column(p, column + i));
         }
-        values[i] = activate_gate<Options::kActivation, Options::kClamped>(gate, up, p.alpha, p.limit);
+        if constexpr (kFunction) values[i] = call_function(p, gate, up, batch, row, column + i);
+        else values[i] = activate_gate<Options::kActivation, Options::kClamped>(gate, up, p.alpha, p.limit);
+      } else if constexpr (kFunction) {
+        if (Options::kRowScales && i < count) sums[i] = linear(sums[i], column + i);
+        values[i] = call_function(p, sums[i], 0.0f, batch, row, column + i);
       } else {
         if ((Options::kBias || Options::kRowScales) && i < count) sums[i] = linear(sums[i], column + i);
         values[i] = activate<Options::kActivation>(sums[i]);

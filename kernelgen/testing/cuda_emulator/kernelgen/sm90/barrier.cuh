@@ -21,10 +21,10 @@ struct EmulatedBarrier {
   unsigned parity : 1;
 };
 static_assert(sizeof(EmulatedBarrier) == 8);
-inline EmulatedBarrier& emulated_barrier_of(uint32_t rank, uint32_t barrier) {
-  return *reinterpret_cast<EmulatedBarrier*>(emulator::cluster_shared[0] + cluster_address(barrier, rank));
+// `memory`: shared memory of the block whose barrier it is.
+inline EmulatedBarrier& emulated_barrier(uint32_t barrier, unsigned char* memory = emulator::dynamic_shared) {
+  return *reinterpret_cast<EmulatedBarrier*>(memory + barrier);
 }
-inline EmulatedBarrier& emulated_barrier(uint32_t barrier) { return emulated_barrier_of(cluster_rank(), barrier); }
 inline void emulated_end_of_phase(EmulatedBarrier& b) {
   if (b.pending != 0 || b.bytes != 0) return;
   b.pending = b.count;
@@ -34,22 +34,25 @@ inline void barrier_init(uint32_t barrier, int arrivals) {
   emulated_barrier(barrier) = {static_cast<uint16_t>(arrivals), static_cast<uint16_t>(arrivals), 0, 0};
 }
 inline void barrier_init_fence() {}
-inline void emulated_arrive(EmulatedBarrier& b, int bytes, int arrivals = 1) {
+inline void emulated_arrive(uint32_t barrier, int bytes, int arrivals = 1, unsigned char* memory = emulator::dynamic_shared) {
+  EmulatedBarrier& b = emulated_barrier(barrier, memory);
   if (b.pending < arrivals) std::fprintf(stderr, "emulator: more arrivals than the barrier counts\n"), std::abort();
   b.bytes += bytes;
   b.pending -= arrivals;
   emulated_end_of_phase(b);
 }
-inline void barrier_arrive(uint32_t barrier) { emulated_arrive(emulated_barrier(barrier), 0); }
-inline void barrier_arrive(uint32_t barrier, int arrivals) { emulated_arrive(emulated_barrier(barrier), 0, arrivals); }
-inline void barrier_arrive_expect(uint32_t barrier, uint32_t bytes) { emulated_arrive(emulated_barrier(barrier), static_cast<int>(bytes)); }
-inline void barrier_arrive_cluster(uint32_t barrier, uint32_t rank) { emulated_arrive(emulated_barrier_of(rank, barrier), 0); }
+inline void barrier_arrive(uint32_t barrier) { emulated_arrive(barrier, 0); }
+inline void barrier_arrive(uint32_t barrier, int arrivals) { emulated_arrive(barrier, 0, arrivals); }
+inline void barrier_arrive_expect(uint32_t barrier, uint32_t bytes) { emulated_arrive(barrier, static_cast<int>(bytes)); }
+// Shared memory of another block of the cluster.
+inline unsigned char* emulated_memory(uint32_t rank) { return emulator::cluster_shared[0] + cluster_address(0, rank); }
+inline void barrier_arrive_cluster(uint32_t barrier, uint32_t rank) { emulated_arrive(barrier, 0, 1, emulated_memory(rank)); }
 inline void barrier_arrive_expect_cluster(uint32_t barrier, uint32_t rank, uint32_t bytes) {
-  emulated_arrive(emulated_barrier_of(rank, barrier), static_cast<int>(bytes));
+  emulated_arrive(barrier, static_cast<int>(bytes), 1, emulated_memory(rank));
 }
 inline void store_chunk_cluster(uint32_t address, uint32_t rank, const uint32_t (&words)[4], uint32_t barrier) {
-  std::memcpy(emulator::cluster_shared[0] + cluster_address(address, rank), words, 16);
-  EmulatedBarrier& b = emulated_barrier_of(rank, barrier);
+  std::memcpy(emulated_memory(rank) + address, words, 16);
+  EmulatedBarrier& b = emulated_barrier(barrier, emulated_memory(rank));
   b.bytes -= 16;
   emulated_end_of_phase(b);
 }
@@ -58,7 +61,7 @@ inline void store_chunk_cluster(uint32_t address, uint32_t rank, const uint32_t 
 inline bool emulated_passes(uint32_t barrier, uint32_t parity) {
   constexpr unsigned kShortly = 4;  // rounds of the scheduler
   const unsigned round = emulator::warp_rounds[emulator::warp()];
-  emulator::land_boxes(barrier);
+  emulator::land_boxes(emulator::in_cluster(emulator::current->rank, barrier));
   emulator::Passed& others = emulator::passed[static_cast<uint64_t>(emulator::warp()) << 32 | barrier];
   const uint32_t lane = 1u << emulator::thread() % 32;
   const bool follows = others.parity == parity && (others.lanes & lane) == 0 && round - others.round <= kShortly;

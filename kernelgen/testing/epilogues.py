@@ -1,0 +1,54 @@
+"""Epilogues of users, for tests of products: name -> a function over tensors of the sizes of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import kernelgen
+from kernelgen.testing.data import random_tensor
+from kernelgen.variants.epilogue_function import EpilogueFunction
+
+
+def _silu(x: Any, ctx: Any) -> Any:
+    return torch.nn.functional.silu(x * ctx.alpha) + 0.25
+
+
+def _residual(x: Any, ctx: Any) -> Any:
+    """What a call could say as well: bias, activation, residual; by column, row and batch."""
+    return torch.relu(x + ctx.bias[ctx.column]) * ctx.weight[ctx.row] + ctx.residual[ctx.batch, ctx.row, ctx.column]
+
+
+def _odd(x: Any, ctx: Any) -> Any:
+    """Branches, whole numbers, tables of other types."""
+    shift = ctx.table[ctx.column % 7] + ctx.row // 3
+    clipped = torch.where((ctx.column + ctx.batch) % 2 == 0, torch.clamp(x, -1.5, 1.5), x * 0.5)
+    return clipped + shift * 0.125 + ctx.flag[ctx.row + ctx.column]
+
+
+def _gate(x: Any, y: Any, ctx: Any) -> Any:
+    return x * torch.sigmoid(ctx.alpha * x) * (y + 1.0) + ctx.bias[ctx.column]
+
+
+def _values(batch: int, m: int, outputs: int, seed: int, device: torch.device | str) -> dict[str, dict[str, torch.Tensor]]:
+    def made(*shape: int, step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return random_tensor(shape, seed=seed + step).to(dtype).to(device)
+
+    return {
+        "silu": {}, "gate": {"bias": made(outputs, step=1)},
+        "residual": {"bias": made(outputs, step=1), "weight": made(m, step=2, dtype=torch.bfloat16),
+                     "residual": made(batch, m, outputs, step=3, dtype=torch.float16).mT.contiguous().mT},
+        "odd": {"table": torch.arange(-3, 4, device=device), "flag": torch.arange(m + outputs, device=device) % 3 == 1},
+    }
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {"silu": _silu, "residual": _residual, "odd": _odd, "gate": _gate}
+EPILOGUES = tuple(_FUNCTIONS)
+
+
+def epilogue_named(name: str, batch: int, m: int, outputs: int, seed: int, device: torch.device | str = "cpu") -> EpilogueFunction:
+    scalars = {"alpha": 0.75} if name in ("silu", "gate") else {}
+    return kernelgen.epilogue(_FUNCTIONS[name], tensors=_values(batch, m, outputs, seed, device)[name], scalars=scalars,
+                              gated=name == "gate", name=name)

@@ -1,0 +1,129 @@
+"""``kernelgen.epilogue``: a user's function of one element of a product, in the place of bias, activation and c."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kernelgen.errors import DeviceError, SettingsError, ShapeError, VariantError
+from kernelgen.library.forms import epilogues
+
+if TYPE_CHECKING:
+    from kernelgen.variants.epilogue import TracedEpilogue
+
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
+
+
+@dataclass(frozen=True, eq=False)
+class EpilogueFunction:
+    """What :func:`epilogue` makes; ``with_values`` gives one with other tensors and numbers, which is the same kernel."""
+
+    function: Callable[..., Any]
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    scalars: Mapping[str, Any] = field(default_factory=dict)
+    gated: bool = False
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "handle", epilogues.add(self))  # what graphs know it by
+
+    @cached_property
+    def traced(self) -> TracedEpilogue:
+        from kernelgen.variants.epilogue import trace_function
+
+        return trace_function(self.function, self.tensors, self.scalars, self.gated, self.name)
+
+    @cached_property
+    def layout(self) -> tuple[Any, ...]:
+        """All that a prepared call goes by: what was traced, and where the extra values lie."""
+        device = {t.device for t in self.tensors.values()}
+        return (self.traced, tuple(device))
+
+    def with_values(self, **values: Any) -> EpilogueFunction:
+        """With some of the extra tensors and numbers replaced by name. What has been traced serves on, if they are of the same kinds.
+        Raises SettingsError for other names."""
+        unknown = [name for name in values if name not in self.tensors and name not in self.scalars]
+        if unknown:
+            raise SettingsError(f"with_values: got {', '.join(unknown)}, expected names out of "
+                                f"{', '.join([*self.tensors, *self.scalars]) or 'an empty list'}")
+        tensors, scalars = ({n: values.get(n, v) for n, v in of.items()} for of in (self.tensors, self.scalars))
+        made = replace(self, tensors=tensors, scalars=scalars)
+        kept = vars(self).get("traced")
+        if kept is not None and kept.fits(tensors, scalars):
+            vars(made)["traced"] = kept
+        return made
+
+    def words(self, device: torch.device) -> torch.Tensor:
+        """The argument block of C++ and CUDA kernels."""
+        from kernelgen.variants.arguments import bind_words
+
+        return bind_words(self, self.traced, device)
+
+    def check(self, shape: tuple[int, ...], device: torch.device) -> None:
+        """``shape``: of the product, all columns. Raises ShapeError, DeviceError."""
+        if self.gated and shape[-1] % 2:
+            raise ShapeError(f"got N = {shape[-1]} for a gated epilogue, expected an even N: it takes a pair of columns")
+        for name, t in self.tensors.items():
+            if t.device != device:
+                raise DeviceError(f"epilogue: extra tensor {name!r} is on {t.device}, expected {device} as the call's tensors")
+
+    def apply(self, product: torch.Tensor, gate_up: str) -> torch.Tensor:
+        """By torch's operators: (B, M, N) in float32 or float64 to (B, M, outputs) of the same type."""
+        parts: tuple[torch.Tensor, ...] = (product,)
+        if self.gated:
+            half = product.shape[-1] // 2
+            parts = (product[..., 0::2], product[..., 1::2]) if gate_up == "interleaved" else (product[..., :half], product[..., half:])
+            parts = parts[::-1] if gate_up == "up_first" else parts
+        batch, rows, columns = parts[0].shape
+        values: dict[str, Any] = {name: torch.arange(n, device=product.device).view(shape) for name, n, shape in (
+            ("batch", batch, (-1, 1, 1)), ("row", rows, (-1, 1)), ("column", columns, (-1,)))}
+        for name, t in self.tensors.items():
+            values[name] = t.to(product.dtype) if t.is_floating_point() else t if t.dtype == torch.bool else t.to(torch.int64)
+        made = self.function(*parts, SimpleNamespace(**values, **self.scalars))
+        if not isinstance(made, (torch.Tensor, int, float)):
+            raise VariantError(f"epilogue: the function returned {type(made).__name__}, expected a number of each element")
+        return torch.as_tensor(made, device=product.device).to(product.dtype).expand(parts[0].shape)
+
+
+def epilogue(
+    function: Callable[..., Any], *, tensors: Mapping[str, torch.Tensor] | None = None, scalars: Mapping[str, Any] | None = None,
+    gated: bool = False, name: str | None = None,
+) -> EpilogueFunction:
+    """What ``kernelgen.gemm(..., epilogue=)`` does to each element of a @ b, compiled into the kernel.
+
+        gate = kernelgen.epilogue(lambda x, ctx: x * torch.sigmoid(ctx.alpha * x) + ctx.residual[ctx.row, ctx.column],
+                                  tensors={"residual": residual}, scalars={"alpha": 1.702})
+
+    function   ``(x, ctx) -> value`` of the float32 sum (float64 of float64 operands), scales of fp8 operands included; ``gated``:
+               ``(x, y, ctx) -> value`` of a gate and what it gates, which lie along N as ``gate_up`` says, so that N is halved
+    tensors    extra tensors, read as ``ctx.name[i, j]``, of one dimension or more
+    scalars    extra Python numbers, read as ``ctx.name``; another value is no other kernel
+    name       what it is called in explanations
+
+    ctx holds batch (of all leading dimensions), row and column of the output. Functions are those of variants of attention
+    (``kernelgen.variant``): torch's elementwise ones, ``torch.where``, Python's operators and comparisons; numbers that the function
+    finds outside are compiled in. Raises VariantError, DtypeError or SettingsError.
+    """
+    from kernelgen.variants.trace import extra_tensor
+    from kernelgen.variants.traced import scalar_kind
+
+    if not callable(function):
+        raise VariantError(f"epilogue: got a {type(function).__name__}, expected a function")
+    if name is not None and not _NAME.fullmatch(name):
+        raise SettingsError(f"name: got {name!r}, expected at most 32 of a-z, 0-9 and _, a letter first")
+    tensors, scalars = dict(tensors or {}), dict(scalars or {})
+    for extra in (*tensors, *scalars):
+        if not extra.isidentifier() or extra in ("x", "y", "batch", "row", "column") or (extra in tensors and extra in scalars):
+            raise VariantError(f"epilogue: the extra value {extra!r} needs another name: an identifier, given once, none of x, y, batch, "
+                               "row and column")
+    for extra, t in tensors.items():
+        extra_tensor(extra, t)
+    for extra, number in scalars.items():
+        scalar_kind(extra, number)
+    return EpilogueFunction(function, tensors, scalars, bool(gated), name)

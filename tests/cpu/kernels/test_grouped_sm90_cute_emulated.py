@@ -1,0 +1,75 @@
+"""gemm/grouped_sm90_cute's compiled kernels, host side included, by the emulator of PTX: copies and products happen when they are waited
+for, and warps fall behind. Three blocks, so that each has several tiles and groups."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from kernelgen.errors import ToolchainMissing
+from kernelgen.kernels.gemm import grouped_sm90_cute
+from kernelgen.kernels.gemm.dense_sm90_cute import Config
+from kernelgen.kernels.gemm.grouped_sm90_cute import FAMILY
+from kernelgen.settings import settings
+from kernelgen.specs import KernelSpec
+from kernelgen.targets import Target
+from kernelgen.testing.data import poison_
+from kernelgen.testing.grouped_products import Grouped, prepared, run_grouped
+from kernelgen.testing.mma_products import Product
+from kernelgen.testing.numbered_rows import run_gathered, run_scattered
+from kernelgen.testing.ptx_emulator import EmulatedCute
+from kernelgen.testing.tolerance import assert_bits_equal
+from kernelgen.toolchains import toolchain
+
+HOPPER = Target.parse("sm_90a")
+TURNS = Config(2, 2, 128, 3, pingpong=True)
+GATE = Product(0, 272, 136, "bf16", activation="swiglu", gate_up="interleaved", bias="fp32")
+
+
+def _missing() -> str:
+    try:
+        toolchain("cutedsl").identity()
+    except ToolchainMissing as error:
+        return str(error)
+    return "" if shutil.which("g++") else "no g++"
+
+
+pytestmark = pytest.mark.skipif(bool(_missing()), reason=_missing() or "runs")
+
+
+def _load(spec: KernelSpec) -> EmulatedCute:
+    return EmulatedCute(spec, settings().cache_dir / "emulated_ptx", lazy=True, stalls=True, seed=3)
+
+
+@pytest.mark.parametrize("run, config", (
+    (partial(run_grouped, Grouped("rows", (70, 0, 5, 130), GATE)), TURNS),
+    # One slab of two in each tile: what its last store reads must not be written yet.
+    (partial(run_gathered, Grouped("rows", (128, 0, 70), Product(0, 136, 136, "bf16", pad=8)), 40), Config(1, 1, 64, 2)),
+    (partial(run_scattered, Grouped("rows", (5, 0, 70), Product(0, 72, 72, "fp16", out="fp16")), 60, False), Config(1, 1, 64, 3)),
+), ids=("gate", "gathered", "scattered"))
+def test_against_the_reference(run: Callable[..., None], config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped_sm90_cute, "_SMS", 3)
+    run(FAMILY, HOPPER, _load, config)
+
+
+def test_ends_that_fall_or_leave_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group whose end lies before its begin is empty, and none reaches beyond the matrix: as groups that say so."""
+    monkeypatch.setattr(grouped_sm90_cute, "_SMS", 3)
+    t, call = prepared(Grouped("rows", (30, 30, 30), replace(GATE, n=80, k=16), spare=0), FAMILY, HOPPER, _load, TURNS, "cpu")
+
+    def made(ends: tuple[int, ...]) -> torch.Tensor:
+        t.ends.copy_(torch.tensor(ends, dtype=torch.int32))
+        poison_(t.out)
+        call(t)
+        return t.out.clone()
+
+    for strange, plain in (((-5, 40, 1000), (0, 40, 90)), ((70, 60, 60), (70, 70, 70)), ((400, 400, 400), (90, 90, 90)),
+                           ((2**31 - 1, -(2**31), 0), (90, 90, 90))):
+        given: Any = made(strange)
+        assert_bits_equal(given, made(plain), what=f"ends {strange}")
