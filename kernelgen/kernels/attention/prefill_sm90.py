@@ -136,8 +136,8 @@ def grid(problem: AttentionProblem, target: Target) -> Iterator[Config]:
                     yield config
 
 
-def spec(problem: AttentionProblem, target: Target, config: Config) -> KernelSpec:
-    """The specialisation: dtype, head dims, features in use and config; nothing that varies per call."""
+def described(problem: AttentionProblem, config: Config) -> tuple[dict[str, Any], list[str]]:
+    """(parameters, words of the name) of a specialisation: dtype, head dims, features in use and config; nothing that varies per call."""
     p, c = problem, replace(config, section=Config.section)  # which is a scalar
     tile = mma.Config(c.block_q, c.block_k, 4 * c.consumers, c.stages)
     parameters = mma.options(
@@ -146,9 +146,14 @@ def spec(problem: AttentionProblem, target: Target, config: Config) -> KernelSpe
         query_stages=c.query_stages, resident=c.resident, diagonal=c.diagonal, polynomial=c.polynomial,
         out_parts=c.out_parts, multicast=c.multicast,
         mma_columns=" ".join(str(n) for n in sorted({c.block_k, c.block_k // (2 if c.diagonal == 2 else 1), round_up(p.head_dim_v, 16)})))
-    words = mma.words_of(parameters, tile)[:-len(str(tile).split())]
+    return parameters, [*mma.words_of(parameters, tile)[:-len(str(tile).split())], *str(c).split()]
+
+
+def spec(problem: AttentionProblem, target: Target, config: Config) -> KernelSpec:
+    """The specialisation of a config."""
+    parameters, words = described(problem, config)
     return KernelSpec.make(
-        "_".join([ENTRY, *words, *str(c).split()]), "attention/prefill_sm90.cu.jinja", "nvrtc", parameters,
+        "_".join([ENTRY, *words]), "attention/prefill_sm90.cu.jinja", "nvrtc", parameters,
         params=PARAMS, params_type="kernelgen::PrefillSm90Params", entries=(ENTRY,), target=target,
     )
 
