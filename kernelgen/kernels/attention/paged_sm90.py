@@ -41,6 +41,7 @@ ENTRY = "attention_paged_sm90"
 
 _BOX = 64  # columns of a box: 128 bytes
 _ATOM = 8  # rows that the copy engine swizzles together
+_GATHERING_REGISTERS = 48  # Sm90Shape::kProducerRegisters where rows are copied one by one
 _MAX_POSITION = 1 << 29  # positions plus windows stay within int32
 
 
@@ -57,7 +58,6 @@ def supports(problem: PagedAttentionProblem, target: Target) -> Verdict:
         (p.head_dim <= 256 and p.head_dim_v <= 256, f"head dims {p.head_dim}/{p.head_dim_v} exceed 256"),
         (p.softmax, f"variant {p.variant} has no softmax"),
         (p.page_size <= _MAX_POSITION, f"page size {p.page_size} exceeds {_MAX_POSITION}"),
-        (p.one_page or p.page_size % _ATOM == 0, f"page size {p.page_size} is no multiple of the {_ATOM} rows that TMA swizzles together"),
         (bool(common := supports_common(p)), common.reason),
     )
 
@@ -72,17 +72,22 @@ def _ragged(problem: PagedAttentionProblem) -> AttentionProblem:
 
 
 def page_rows(problem: PagedAttentionProblem, config: Config) -> int:
-    """Keys that a box of a tile holds: they lie in one page, wherever the tile begins."""
-    return config.block_k if problem.one_page else math.gcd(problem.page_size, config.block_k)
+    """Keys that a box of a tile holds: they lie in one page, wherever the tile begins. 1: rows are copied one by one."""
+    if problem.one_page:
+        return config.block_k
+    rows = math.gcd(problem.page_size, config.block_k)
+    return rows if rows % _ATOM == 0 else 1
 
 
 def legal(problem: PagedAttentionProblem, target: Target, config: Config) -> Verdict:
     """Does the config fit the problem and the target: registers, shared memory, what a box holds?"""
-    rows = page_rows(problem, config)
+    c, needed = config, prefill_sm90.registers_of(_ragged(problem), config)
+    given = min(240, (min(65536 // (c.threads * c.resident) // 8 * 8, 240) * (c.consumers + 1) - _GATHERING_REGISTERS) // c.consumers // 8 * 8)
     return first_no(
         (config.multicast == 0, f"multicast {config.multicast}: blocks share no tiles in paged_sm90"),
-        (rows % _ATOM == 0, f"block_k {config.block_k} beside pages of {problem.page_size}: boxes of {rows} rows, no multiple of {_ATOM}"),
         (bool(common := prefill_sm90.legal(_ragged(problem), target, config)), common.reason),
+        (page_rows(problem, c) > 1 or needed <= given, f"config {c} needs about {needed} registers, a consumer has {given} beside a warp "
+         f"that copies pages of {problem.page_size} row by row"),
     )
 
 
@@ -92,7 +97,7 @@ def candidates(problem: PagedAttentionProblem, target: Target) -> Iterator[Confi
 
     def pieces(config: Config) -> bool:
         """Do tiles cut pages into smaller boxes than they need?"""
-        return page_rows(p, config) < min(_BOX, p.page_size)
+        return 1 < page_rows(p, config) < min(_BOX, p.page_size)
 
     return (c for c in sorted(prefill_sm90.candidates(_ragged(p), target), key=pieces) if legal(p, target, c))
 
@@ -153,7 +158,7 @@ def bind(problem: PagedAttentionProblem, config: Config, kernel: Any, tensors: P
         a = t.arrays
         counter, memory = counters.counter(device)
         launch(blank + pack(
-            t.q.data_ptr(), t.k_cache.data_ptr(), t.v_cache.data_ptr(), t.out.data_ptr(),
+            t.q.data_ptr(), t.k_cache.data_ptr() or t.q.data_ptr(), t.v_cache.data_ptr() or t.q.data_ptr(), t.out.data_ptr(),
             t.lse.data_ptr() if has_lse else 0,  # type: ignore[union-attr]
             *a.addresses[:3], a.pages.data_ptr(), counter,
             *((address(t.sinks), address(t.alibi_slopes), address(t.mask), address(a.mask_indptr), address(t.variant_words))
@@ -176,6 +181,9 @@ def coverage() -> Iterable[tuple[PagedAttentionProblem, Config | None]]:
     yield replace(base, head_dim=72, head_dim_v=40, causal=False, window=(100, 7), soft_cap=True, page_size=32), None
     yield replace(base, head_dim=96, head_dim_v=96, alibi=True, sinks=True, return_lse=True), None
     yield replace(base, head_dim=64, head_dim_v=64, mask="packed", seq_q=None, max_seq_q=None, seq_k=None), None
+    yield replace(base, page_size=1, return_lse=True), None
+    yield replace(base, page_size=5, head_dim=64, head_dim_v=64, causal=False), None
+    yield replace(base, page_size=12, head_dim=72, head_dim_v=256), None
     yield base, Config(2, 128, early_keys=True, diagonal=2)
 
 

@@ -73,7 +73,7 @@ def shared_memory(problem: AttentionProblem, config: Config) -> int:
     return round_up(round_up(tiles + barriers, 16) + 2 * 16 + 2 * 32 + c.value_ring * 16, 128)
 
 
-def _registers(problem: AttentionProblem, config: Config) -> int:
+def registers_of(problem: AttentionProblem, config: Config) -> int:
     """Estimate for a consumer's thread: scores, weights, output, the rest."""
     return config.block_k * 3 // 4 + round_up(problem.head_dim_v, 16) // 2 + _OTHER_REGISTERS
 
@@ -83,7 +83,7 @@ def legal(problem: AttentionProblem, target: Target, config: Config) -> Verdict:
     c = config
     if not (1 <= c.consumers <= 3 and 1 <= c.resident <= 3):
         return no(f"{c.consumers} consumers, {c.resident} blocks of an SM: 1 to 3")
-    shared, registers = shared_memory(problem, c), _registers(problem, c)
+    shared, registers = shared_memory(problem, c), registers_of(problem, c)
     return first_no(
         (c.block_k % 16 == 0 and 16 <= c.block_k <= 256, f"block_k {c.block_k} is not a multiple of 16 up to 256"),
         (min(c.stages, c.value_ring) >= 2 and c.query_stages in (1, 2),
@@ -144,7 +144,7 @@ def described(problem: AttentionProblem, config: Config) -> tuple[dict[str, Any]
         p, tile, ragged=p.layout == "ragged", kv_lens=p.kv_lens, out_element=p.out_dtype, shared_memory=shared_memory(p, c),
         value_stages=c.value_ring, early_keys=c.early_keys, pingpong=c.pingpong, out_over_query=c.out_over_query,
         query_stages=c.query_stages, resident=c.resident, diagonal=c.diagonal, polynomial=c.polynomial,
-        out_parts=c.out_parts, multicast=c.multicast,
+        out_parts=c.out_parts, multicast=c.multicast, page_rows=0,
         mma_columns=" ".join(str(n) for n in sorted({c.block_k, c.block_k // (2 if c.diagonal == 2 else 1), round_up(p.head_dim_v, 16)})))
     return parameters, [*mma.words_of(parameters, tile)[:-len(str(tile).split())], *str(c).split()]
 

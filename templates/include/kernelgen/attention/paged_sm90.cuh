@@ -6,11 +6,13 @@
 // (what they hold is hidden like anything that rows must not see: sm90_values.cuh); boxes that begin behind it are not looked up, and read zeros.
 //
 // The copy engine swizzles by groups of eight rows, so that boxes have multiples of eight. Other pages are copied row by row (kGathers):
-// each lane looks up kBlockK / 32 keys, and all lanes bring their rows by cp.async, to where the copy engine would have put them.
+// each lane looks up kBlockK / 32 keys, and all lanes bring their rows by cp.async, to where the copy engine would have put them; consumers
+// fence before the tensor core reads them.
 #pragma once
 
 #include <kernelgen/attention/mma_dense.cuh>
 #include <kernelgen/attention/sm90_shape.cuh>
+#include <kernelgen/cuda/cp_async.cuh>
 #include <kernelgen/sm90/tma.cuh>
 
 namespace kernelgen {
@@ -126,7 +128,62 @@ struct PagedSm90 : DenseRows<Shape, PagedSm90Params> {
       }
     }
   };
-  using Places = Boxes;
+
+  // The same row by row: those of keys lane, lane + 32 .. of the tile.
+  struct SingleRows {
+    static constexpr int kHeld = ceil_div(kBlockK, kWarpSize);
+    Place at[kHeld];  // page -1: zeros
+
+    __device__ void find(const Params& p, const Work& work, int tile) {
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) {
+        const int row = i * kWarpSize + lane_id(), key = tile * kBlockK + row;
+        at[i] = {-1, 0};
+        if (row < kBlockK && key < work.seq_k) at[i] = place_of(p, work, key);
+      }
+    }
+    __device__ void load_keys(const Params& p, const Work& work, uint32_t target, uint32_t full) const {
+      const T* from = static_cast<const T*>(p.k) + kv_head(p, work) * p.k_head;
+      load<Shape::kKeyBoxes, Shape::KeyBox::kBytes, Shape::kHeadDim>(target, from, p.k_page, p.k_row, full);
+    }
+    __device__ void load_values(const Params& p, const Work& work, uint32_t target, uint32_t full) const {
+      const T* from = static_cast<const T*>(p.v) + kv_head(p, work) * p.v_head;
+      load<Shape::kValueBoxes, Shape::Values::kBoxBytes, Shape::kHeadDimV>(target, from, p.v_page, p.v_row, full);
+    }
+
+   private:
+    // Eight lanes bring 128 bytes of a row, a warp those of four rows.
+    template <int Across, int BoxBytes, int Columns>
+    __device__ void load(uint32_t target, const T* tensor, int64_t page_stride, int64_t row_stride, uint32_t full) const {
+      constexpr int kAtOnce = kWarpSize / 8;
+      const int lane_row = lane_id() / 8, chunk = lane_id() % 8;
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) {
+#pragma unroll 4
+        for (int first = 0; first < min_of(kWarpSize, kBlockK - i * kWarpSize); first += kAtOnce) {
+          const int page = __shfl_sync(kFullWarp, at[i].page, first + lane_row), row = __shfl_sync(kFullWarp, at[i].row, first + lane_row);
+          const T* from = tensor + (page * page_stride + row * row_stride + chunk * 8);
+          const uint32_t to = target + swizzled_chunk(i * kWarpSize + first + lane_row, chunk);
+#pragma unroll
+          for (int box = 0; box < Across; ++box) {
+            const bool used = page >= 0 && (Columns % Shape::kBoxColumns == 0 || box * Shape::kBoxColumns + chunk * 8 < Columns);
+            cp_async_16(to + box * BoxBytes, used ? from + box * Shape::kBoxColumns : tensor, used);
+          }
+        }
+      }
+      cp_async_arrive(full);
+    }
+  };
+
+  template <bool Single, class Unused = void>
+  struct Chosen {
+    using Type = Boxes;
+  };
+  template <class Unused>
+  struct Chosen<true, Unused> {
+    using Type = SingleRows;
+  };
+  using Places = typename Chosen<Shape::kGathers>::Type;
 };
 
 }  // namespace kernelgen

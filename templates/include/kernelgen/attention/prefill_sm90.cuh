@@ -210,6 +210,13 @@ struct PrefillSm90 : Sm90Shape<Options> {
 
   // ---- A consumer ---------------------------------------------------------------------------------------------------
 
+  // What threads wrote, the tensor core has to see.
+  template <class Ring>
+  __device__ static void wait_tile(const Ring& ring, const typename Ring::Position& at) {
+    ring.wait_full(at);
+    if constexpr (Shape::kGathers) tma_store_fence();
+  }
+
   // By the first `Keys` keys of a tile.
   template <int Keys>
   __device__ static void multiply_keys(PartScores<Keys>& scores, uint32_t queries, uint32_t keys) {
@@ -318,7 +325,7 @@ struct PrefillSm90 : Sm90Shape<Options> {
     PartScores<Shape::kHalfK>& half_scores = reinterpret_cast<PartScores<Shape::kHalfK>&>(scores);
 
     const auto wait_queries = [&] {
-      keys.wait_full(k_at);
+      wait_tile(keys, k_at);
       barrier_wait(queries_full(shared, q_at.stage, group), q_at.parity);
       if (edited) edit_queries(p, query_tile(shared, q_at.stage, group), group);
     };
@@ -337,7 +344,7 @@ struct PrefillSm90 : Sm90Shape<Options> {
     };
     // Waits for the values of a tile, which are finite where some row must not see them.
     const auto wait_values = [&](int tile) {
-      values.wait_full(v_at);
+      wait_tile(values, v_at);
       if constexpr (kChecks) {
         if (!span.partial(tile)) return;
         barrier_wait(checked(shared, v_at.stage), v_at.parity);
@@ -437,7 +444,7 @@ struct PrefillSm90 : Sm90Shape<Options> {
       q_at.advance();
 
       for (--tile; tile >= own.begin; --tile) {
-        keys.wait_full(k_at);
+        wait_tile(keys, k_at);
         wait_values(tile + 1);
         take_turn(group);
         hold(output);
