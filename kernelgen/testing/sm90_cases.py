@@ -101,7 +101,7 @@ PREFILL: dict[str, tuple[Prefill, tuple[int, int], tuple[int, ...], tuple[int, .
     "prefill-own-tiles": (Prefill(3, 64, diagonal=2, polynomial=3), (64, 64), (300, 7), (333, 20), True),
     "prefill-out-parts": (Prefill(2, 64, out_parts=2), (256, 256), (131,), (201,), False),
     "prefill-shared-by-rows": (Prefill(2, 64, multicast=1), (64, 64), (300,), (333,), False),
-    "prefill-shared-by-heads": (Prefill(2, 64, early_keys=True, diagonal=1, multicast=2), (72, 64),
+    "prefill-shared-by-heads": (Prefill(2, 64, early_keys=True, diagonal=1, multicast=2, longest_first=True), (72, 64),
                                 (70, 0, 1, 200), (90, 40, 300, 77), True),
     "prefill-query-stages": (Prefill(2, 64, query_stages=2), (64, 64), (300,), (333,), True),
 }

@@ -117,6 +117,7 @@ def every_config() -> list[tuple[int, Config]]:
         (64, Config(3, 128, polynomial=4)),
         (128, Config(2, 128, 3, value_stages=2, diagonal=2)), (256, Config(2, 80, out_over_query=True, early_keys=True, diagonal=1)),
         (64, Config(3, 128, 3, early_keys=True, diagonal=2, polynomial=3)), (256, Config(2, 64, out_parts=2)),
+        (128, Config(2, 128, uniform=True)), (64, Config(3, 128, 4, early_keys=True, polynomial=8, uniform=True)),
         (128, Config(2, 128, multicast=1)), (128, Config(2, 128, multicast=2)), (256, Config(2, 80, out_over_query=True, multicast=1)),
         (64, Config(3, 128, 4, early_keys=True, multicast=1)), (128, Config(2, 128, early_keys=True, diagonal=2, multicast=2)),
         (40, Config(1, 64, 3, False, resident=3, diagonal=2, polynomial=2)),

@@ -90,7 +90,7 @@ def legal(problem: AttentionProblem, target: Target, config: Config) -> Verdict:
          f"{c.stages} stages of keys, {c.value_ring} of values, at least 2; {c.query_stages} of queries, 1 or 2"),
         (c.diagonal in (0, 1) or (c.diagonal == 2 and c.block_k % 32 == 0),
          f"diagonal {c.diagonal} beside {c.block_k} keys: 0, 1, or 2 beside a multiple of 32"),
-        (c.polynomial in (0, 2, 3, 4), f"every {c.polynomial}th exponential by a polynomial: 2, 3 or 4, or 0 for none"),
+        (c.polynomial in (0, 2, 3, 4, 6, 8), f"every {c.polynomial}th exponential by a polynomial: 2, 3, 4, 6, 8, or 0 for none"),
         (c.multicast in (0, 1, 2) and (not c.multicast or c.resident == 1),
          f"multicast {c.multicast}, {c.resident} blocks of an SM: 0, or 1 and 2 of one block"),
         (c.multicast != 1 or (problem.layout == "dense" and not problem.causal and not problem.windowed),
@@ -143,8 +143,8 @@ def described(problem: AttentionProblem, config: Config) -> tuple[dict[str, Any]
     parameters = mma.options(
         p, tile, ragged=p.layout == "ragged", kv_lens=p.kv_lens, out_element=p.out_dtype, shared_memory=shared_memory(p, c),
         value_stages=c.value_ring, early_keys=c.early_keys, pingpong=c.pingpong, out_over_query=c.out_over_query,
-        query_stages=c.query_stages, resident=c.resident, diagonal=c.diagonal, polynomial=c.polynomial,
-        out_parts=c.out_parts, multicast=c.multicast, page_rows=0,
+        query_stages=c.query_stages, resident=c.resident, diagonal=c.diagonal, polynomial=c.polynomial, uniform=c.uniform,
+        longest_first=c.longest_first, out_parts=c.out_parts, multicast=c.multicast, page_rows=0,
         mma_columns=" ".join(str(n) for n in sorted({c.block_k, c.block_k // (2 if c.diagonal == 2 else 1), round_up(p.head_dim_v, 16)})))
     return parameters, [*mma.words_of(parameters, tile)[:-len(str(tile).split())], *str(c).split()]
 

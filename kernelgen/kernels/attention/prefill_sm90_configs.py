@@ -20,10 +20,12 @@ class Config:
     resident        blocks of an SM
     diagonal        where rows end to see keys by position: 1 a consumer leaves out tiles that none of its own rows sees, 2 and makes half
                     of the scores of the last one where they see no more; 0 neither
-    polynomial      every so many-th exponential is made by multiplications: 2, 3, 4; 0 for none
+    polynomial      every so many-th exponential is made by multiplications: 2, 3, 4, 6, 8; 0 for none
     multicast       two blocks share tiles of keys and values, of which each loads half: 1 neighbouring row tiles of a head, where all rows
                     see the same keys; 2 neighbouring heads of a group; 0 none do
     section         MiB of keys and values whose heads' tiles are dealt out together, so that L2 holds them
+    uniform         addresses of tiles are made uniform once a product, not descriptor by descriptor
+    longest_first   ragged: of each 32 requests those with the most keys first
     query_stages    2: the next row tile's queries come while this one's are in use, and its first scores are made beside this one's last
                     product
     """
@@ -42,6 +44,8 @@ class Config:
     out_parts: int = 1
     multicast: int = 0
     section: int = 32
+    uniform: bool = False
+    longest_first: bool = False
 
     def __str__(self) -> str:
         words = f"{self.block_q}x{self.block_k} s{self.stages}" + (f"+{self.value_stages}" if self.value_stages else "")
@@ -49,6 +53,7 @@ class Config:
         words += f" share{self.multicast}" if self.multicast else ""
         words += f" {self.section}MiB" if self.section != Config.section else ""
         words += f" poly{self.polynomial}" if self.polynomial else ""
+        words += (" uniform" if self.uniform else "") + (" longest" if self.longest_first else "")
         words += " turns" if self.pingpong else ""
         words += " overq" if self.out_over_query else f" out{self.out_parts}" if self.out_parts > 1 else ""
         words += f" q{self.query_stages}" if self.query_stages > 1 else ""

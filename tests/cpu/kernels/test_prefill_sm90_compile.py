@@ -167,7 +167,8 @@ def test_specs_have_names_of_their_own() -> None:
                                        replace(config, out_over_query=True), replace(config, query_stages=2), Config(1, 64, resident=2),
                                        replace(config, value_stages=3), replace(config, early_keys=True), replace(config, diagonal=1),
                                        replace(config, diagonal=2), replace(config, polynomial=3),
-                                       replace(config, out_parts=2), replace(config, multicast=1), replace(config, multicast=2))]
+                                       replace(config, out_parts=2), replace(config, multicast=1), replace(config, multicast=2),
+                                       replace(config, uniform=True), replace(config, longest_first=True))]
     assert len({spec.name for spec in specs}) == len(set(specs)) == len(specs)
 
 

@@ -163,6 +163,8 @@ CASES = {
                                  heads=(4, 2), causal=True),
     "two heads share keys, ragged": Case(Config(1, 64, 2, False, multicast=2), (17, 0, 130, 1), (40, 9, 140, 70), True, (4, 1),
                                          dims=(64, 72), dtype="fp16", causal=True, blocks=4),
+    "ragged, longest first": Case(Config(1, 32, pingpong=False, longest_first=True), tuple(3 * i % 70 for i in range(40)),
+                                  tuple(7 * i % 90 for i in range(40)), True, dims=(8, 16), blocks=3),
     "results in two parts": Case(Config(2, 32, out_parts=2), (150, 150), (60, 60), dims=(64, 112), causal=True),
     "results in two parts, ragged": Case(Config(1, 32, out_parts=2), (50, 1, 77), (40, 40, 50), True, dims=(40, 232), dtype="fp16"),
     "every second exponential a polynomial": Case(Config(1, 64, polynomial=2), (70,), (300,), dtype="fp16", window=(200, None),
@@ -240,7 +242,7 @@ EARLY = replace(CAUSAL, config=Config(2, 32, 3, value_stages=2, early_keys=True)
 RAGGED = Case(Config(3, 32, 2, value_stages=3, early_keys=True), (40, 0, 170), (60, 9, 150), True, (4, 2), (72, 40), "fp16",
               window=(None, 30), kv_lens=(60, 9, 131))
 
-POLYNOMIALS = replace(CAUSAL, config=Config(2, 32, polynomial=3), lse=False)
+POLYNOMIALS = replace(CAUSAL, config=Config(2, 32, polynomial=3, uniform=True), lse=False)
 
 CHANGES: dict[str, tuple[Case, Change]] = {
     "growing, keys given back early": (EARLY, growing(tuple(-step for step in STEPS))),

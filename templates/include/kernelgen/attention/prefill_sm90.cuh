@@ -217,6 +217,9 @@ struct PrefillSm90 : Sm90Shape<Options> {
     if constexpr (Shape::kGathers) tma_store_fence();
   }
 
+  // What all lanes have alike. ptxas does not see that stages are, and moves each descriptor to uniform registers by itself, just in time.
+  __device__ static uint32_t uniform(uint32_t x) { return Options::kUniform ? __shfl_sync(kFullWarp, x, 0) : x; }
+
   // By the first `Keys` keys of a tile.
   template <int Keys>
   __device__ static void multiply_keys(PartScores<Keys>& scores, uint32_t queries, uint32_t keys) {
@@ -330,11 +333,11 @@ struct PrefillSm90 : Sm90Shape<Options> {
       if (edited) edit_queries(p, query_tile(shared, q_at.stage, group), group);
     };
     const auto start_scores = [&](int stage) {
-      multiply_keys<kBlockK>(scores, query_tile(shared, stage, group), key_tile(shared, k_at.stage));
+      multiply_keys<kBlockK>(scores, uniform(query_tile(shared, stage, group)), uniform(key_tile(shared, k_at.stage)));
       wgmma_commit();
     };
     const auto start_output = [&] {
-      multiply_values(output, weights, value_tile(shared, v_at.stage));
+      multiply_values(output, weights, uniform(value_tile(shared, v_at.stage)));
       wgmma_commit();
     };
     const auto end_output = [&] {

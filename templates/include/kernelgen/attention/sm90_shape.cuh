@@ -13,6 +13,8 @@
 //   kMulticast     two blocks, a cluster, have neighbouring row tiles of a head (1), or one row tile of neighbouring heads of a group (2): each
 //                  loads half of every tile of keys and values, for both
 //   kPageRows      paged: rows of a box that comes from a page, see paged_sm90.cuh; 0: keys are not paged
+//   kUniform       addresses of tiles are made uniform once a product
+//   kLongestFirst  ragged: see sm90_tiles.cuh
 //   kQueryStages   2: the next row tile's queries come while this one's are in use, and its first scores are made beside this one's last product
 #pragma once
 

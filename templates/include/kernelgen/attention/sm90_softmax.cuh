@@ -6,7 +6,7 @@
 // weights that are already there follow without a loss; one of inf has the scores made again. The search was 17 % of a tile's time
 // (H200, D = 128), between its two products, where nothing of the warp's could run under it.
 //
-// Two exponentials take as long as two products with 64 columns each, and are half of what they wait for there (16 a cycle). So every
+// With D = 64 the exponential of a score (16 a cycle) takes as long as the two products of its key. So every
 // kPolynomial-th may be made by multiplications and additions: x = n + f, 2^f by a polynomial, n added to its exponent. That is not
 // defined where n leaves the exponent, nor for NaN: the largest n tells, and the tile is done again like one with a weight of inf.
 #pragma once
