@@ -93,6 +93,8 @@ RULES: tuple[Rule, ...] = (
          capability=(90,), kernel="attention/prefill_sm90", when=hopper_prefill),
     Rule("attention", "generated", 50, "TMA and WGMMA: fewer queries than a tile, masks and variants were not timed",
          target_kind="cuda", kernel="attention/prefill_sm90"),
+    Rule("paged_attention", "generated", 22, "prefill_sm90 over pages: not run on a GPU yet, so where a tuning finds it faster",
+         target_kind="cuda", kernel="attention/paged_sm90"),
     Rule("attention", "generated", 65, "long keys and fewer tasks of prefill_cpu than threads: split_cpu gives those keys, too",
          target_kind="cpu", kernel="attention/split_cpu", fits=few_tasks),
     Rule("attention", "generated", 55, "for calls whose tasks leave threads idle: this one has enough", target_kind="cpu",
