@@ -82,7 +82,8 @@ def page_rows(problem: PagedAttentionProblem, config: Config) -> int:
 def legal(problem: PagedAttentionProblem, target: Target, config: Config) -> Verdict:
     """Does the config fit the problem and the target: registers, shared memory, what a box holds?"""
     c, needed = config, prefill_sm90.registers_of(_ragged(problem), config)
-    given = min(240, (min(65536 // (c.threads * c.resident) // 8 * 8, 240) * (c.consumers + 1) - _GATHERING_REGISTERS) // c.consumers // 8 * 8)
+    launch = min(65536 // (c.threads * c.resident) // 8 * 8, 240)
+    given = min(240, (launch * (c.consumers + 1) - _GATHERING_REGISTERS) // c.consumers // 8 * 8)
     return first_no(
         (config.multicast == 0, f"multicast {config.multicast}: blocks share no tiles in paged_sm90"),
         (bool(common := prefill_sm90.legal(_ragged(problem), target, config)), common.reason),
@@ -143,7 +144,8 @@ def bind(problem: PagedAttentionProblem, config: Config, kernel: Any, tensors: P
         raise NoBackendError(f"v_factor: got {t.v_factor} for a {p.kv_dtype} cache without scales, expected 1")
     device = t.q.device.index or 0
     rows = page_rows(p, c)
-    maps = [head_map(f"map_{name}", name, x, (_BOX, height)) for name, x, height in (("q", t.q, 64), ("k", t.k_cache, rows), ("v", t.v_cache, rows))]
+    boxes = (("q", t.q, 64), ("k", t.k_cache, rows), ("v", t.v_cache, rows))
+    maps = [head_map(f"map_{name}", name, x, (_BOX, height)) for name, x, height in boxes]
     tiles = (-(-t.q.shape[0] // c.block_q) + t.arrays.batch) * p.num_q_heads if t.q.shape[0] else 0
     blocks = min(tiles, max((target_of(t.q.device).sm_count or 1) * c.resident, 1))
     launch = kernel.prepare(device, grid=(blocks, 1, 1), block=(c.threads, 1, 1), programmatic=True,

@@ -93,7 +93,8 @@ def test_batch_invariant_configs_do_not_depend_on_the_batch() -> None:
 
 
 @pytest.mark.parametrize("change, words", [
-    ({"q_dtype": "e4m3", "kv_dtype": "e4m3"}, "e4m3/e4m3"), ({"kv_dtype": "e4m3"}, "bf16/e4m3"), ({"q_dtype": "fp32", "kv_dtype": "fp32"}, "fp32"),
+    ({"q_dtype": "e4m3", "kv_dtype": "e4m3"}, "e4m3/e4m3"), ({"kv_dtype": "e4m3"}, "bf16/e4m3"),
+    ({"q_dtype": "fp32", "kv_dtype": "fp32"}, "fp32"),
     ({"alignment": 8}, "alignment 8"), ({"head_dim": 264}, "264/128"), ({"head_dim_v": 264}, "128/264"), ({"head_dim": 65}, "65"),
     ({"out_dtype": "fp16"}, "out dtype fp16"), ({"rope_dim": 64}, "rope_dim 64"), ({"variant": Weights()}, "variant weights"),
     ({"variant": "mine"}, "variant mine"), ({"num_q_heads": 30}, "30 query heads"), ({"page_size": 2**30}, str(2**30)),

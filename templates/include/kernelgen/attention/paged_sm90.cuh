@@ -133,14 +133,16 @@ struct PagedSm90 : DenseRows<Shape, PagedSm90Params> {
   // The same row by row: those of keys lane, lane + 32 .. of the tile.
   struct SingleRows {
     static constexpr int kHeld = ceil_div(kBlockK, kWarpSize);
-    Place at[kHeld];  // page -1: zeros
+    Place at[kHeld];
+    int used;  // rows of the tile that have a key; zeros for the others
 
     __device__ void find(const Params& p, const Work& work, int tile) {
+      used = work.seq_k - tile * kBlockK;
 #pragma unroll
       for (int i = 0; i < kHeld; ++i) {
-        const int row = i * kWarpSize + lane_id(), key = tile * kBlockK + row;
-        at[i] = {-1, 0};
-        if (row < kBlockK && key < work.seq_k) at[i] = place_of(p, work, key);
+        const int row = i * kWarpSize + lane_id();
+        at[i] = {0, 0};
+        if (row < min(used, kBlockK)) at[i] = place_of(p, work, tile * kBlockK + row);
       }
     }
     __device__ void load_keys(const Params& p, const Work& work, uint32_t target, uint32_t full) const {
@@ -153,22 +155,26 @@ struct PagedSm90 : DenseRows<Shape, PagedSm90Params> {
     }
 
    private:
-    // Eight lanes bring 128 bytes of a row, a warp those of four rows.
+    // Eight lanes bring 128 bytes of a row, a warp those of four rows, whose addresses come from the lanes that found them.
     template <int Across, int BoxBytes, int Columns>
     __device__ void load(uint32_t target, const T* tensor, int64_t page_stride, int64_t row_stride, uint32_t full) const {
       constexpr int kAtOnce = kWarpSize / 8;
       const int lane_row = lane_id() / 8, chunk = lane_id() % 8;
 #pragma unroll
       for (int i = 0; i < kHeld; ++i) {
+        const uint64_t held = reinterpret_cast<uint64_t>(tensor + (at[i].page * page_stride + at[i].row * row_stride));
+        const uint32_t low = static_cast<uint32_t>(held), high = static_cast<uint32_t>(held >> 32);
 #pragma unroll 4
         for (int first = 0; first < min_of(kWarpSize, kBlockK - i * kWarpSize); first += kAtOnce) {
-          const int page = __shfl_sync(kFullWarp, at[i].page, first + lane_row), row = __shfl_sync(kFullWarp, at[i].row, first + lane_row);
-          const T* from = tensor + (page * page_stride + row * row_stride + chunk * 8);
-          const uint32_t to = target + swizzled_chunk(i * kWarpSize + first + lane_row, chunk);
+          const int row = i * kWarpSize + first + lane_row;
+          const uint64_t from = uint64_t{__shfl_sync(kFullWarp, high, first + lane_row)} << 32 | __shfl_sync(kFullWarp, low, first + lane_row);
+          const T* source = reinterpret_cast<const T*>(from) + chunk * 8;
+          const uint32_t to = target + swizzled_chunk(row, chunk);
 #pragma unroll
           for (int box = 0; box < Across; ++box) {
-            const bool used = page >= 0 && (Columns % Shape::kBoxColumns == 0 || box * Shape::kBoxColumns + chunk * 8 < Columns);
-            cp_async_16(to + box * BoxBytes, used ? from + box * Shape::kBoxColumns : tensor, used);
+            const int column = box * Shape::kBoxColumns;
+            const bool there = Columns % Shape::kBoxColumns == 0 || column + chunk * 8 < Columns;
+            cp_async_16(to + box * BoxBytes, there ? source + column : tensor, there && row < used);
           }
         }
       }
