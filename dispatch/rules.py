@@ -93,6 +93,8 @@ RULES: tuple[Rule, ...] = (
          capability=(90,), kernel="attention/prefill_sm90", when=hopper_prefill),
     Rule("attention", "generated", 50, "TMA and WGMMA: fewer queries than a tile, masks and variants were not timed",
          target_kind="cuda", kernel="attention/prefill_sm90"),
+    Rule("attention", "generated", 22, "prefill_sm90 in CuTe-DSL, which has not run on a GPU: where a tuning finds it faster",
+         target_kind="cuda", kernel="attention/prefill_sm90_cute"),
     Rule("paged_attention", "generated", 22, "prefill_sm90 over pages: not run on a GPU yet, so where a tuning finds it faster",
          target_kind="cuda", kernel="attention/paged_sm90"),
     Rule("attention", "generated", 65, "long keys and fewer tasks of prefill_cpu than threads: split_cpu gives those keys, too",
@@ -163,6 +165,8 @@ RULES: tuple[Rule, ...] = (
     Rule("moe", "flashinfer", 21, "before the oracle alone: it compiles for minutes at its first use, and was not run by this adapter on a "
          "GPU yet", target_kind="cuda"),
     Rule("", "flashinfer", 31, "FlashInfer, whose kernels are compiled for minutes at first use (unmeasured)"),
+    *(Rule(op, "triton", 21, "before the oracle alone: portable, untuned, not run on a GPU yet", target_kind="cuda")
+      for op in ("attention", "paged_attention")),
     Rule("", "triton", 30, "before the oracle: portable, untuned, 8.6 x the time of the best in the mean of 30 products (H200, 2026-11-30, "
          "tools/bench/results/h200_dispatch.json), for what has no kernel elsewhere"),
 )

@@ -22,8 +22,9 @@ from kernelgen.verdicts import no
 logger = logging.getLogger("kernelgen")
 
 _NOT_TAKEN = "not taken by auto (KERNELGEN_ASSUME_FINITE=1 allows it)"
-_ALL_THERE_IS = "may let a NaN or inf of a hidden key through, but beside the oracle nothing else runs this"
+_ALL_THERE_IS = "may let a NaN or inf of a hidden key through, but beside the oracle nothing that a GPU has run takes this"
 _WITH_GRADIENT = "may let a NaN or inf of a hidden key through, as all do that have a backward, but the oracle"
+_LAST = ("reference", "triton")  # the oracle is no way to run a program; Triton's attention was not run on a GPU yet
 _CLEARLY_LESS = 0.95  # predictions are not better than that
 _MEMO_LIMIT = 8192  # problems; a server with ever-changing lengths must not grow without bound
 _memo: dict[tuple[Any, Target, str, bool, str], Decision] = {}
@@ -183,8 +184,8 @@ def _choose(problem: Any, target: Target, backend: str, live: bool, named_by: st
                 leaky=_WITH_GRADIENT if careful and grad else "")
     own = () if backend in PLANNED else (backend,)
     chosen, decided_by = _best(rows, tuple(backends()) if backend == "auto" else own)
-    if rows.strict and (chosen is None or chosen.backend == "reference"):
-        rows = Rows(problem, target, live, leaky=_ALL_THERE_IS)  # the oracle is no way to run a program
+    if rows.strict and (chosen is None or chosen.backend in _LAST):
+        rows = Rows(problem, target, live, leaky=_ALL_THERE_IS)
         chosen, decided_by = _best(rows, tuple(backends()))
     if backend != "auto":
         decided_by = named_by if chosen else ""

@@ -1,7 +1,9 @@
-"""Products by a Triton kernel of our own, portable and slow: what has no template. Those are grouped products of float32 and float64 on a
-GPU, which torch multiplies only after waiting for the groups' ends; other products are taken too, for comparison.
+"""Products and attention by Triton kernels of our own, portable and slow: what has no template. Those are grouped products of float32 and
+float64 on a GPU, which torch multiplies only after waiting for the groups' ends, attention of float32 and float64 over paged caches, and
+block masks; others are taken too, for comparison.
 
-The kernel is rendered, compiled, cached and launched as every other of ours: kernelgen/kernels/gemm/product_triton.py.
+The kernels are rendered, compiled, cached and launched as every other of ours: kernelgen/kernels/gemm/product_triton.py and
+kernelgen/kernels/attention/attention_triton.py.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ class Triton(Backend):
         return prepare_family(family, problem, target, config, tensors)
 
     def properties(self, problem: Any, kernel: str) -> Properties:
-        """A tile's sums run along K in one order, whatever the other rows are."""
+        """A tile's sums run along K, or along a request's keys, in one order, whatever the other rows are."""
         return Properties(batch_invariant=True)
 
     def traced(self, problem: Any, target: Target, kernel: str) -> bool:

@@ -113,7 +113,8 @@ def composition(op: str) -> Composition | None:
 
 # op -> modules whose FAMILY runs it, imported when the op is first used. Those of CPU kernels end in _cpu.
 _MODULES: dict[str, tuple[str, ...]] = {
-    "attention": ("attention.prefill_cpu", "attention.split_cpu", "attention.prefill_sm90", "attention.prefill_mma", "attention.split_mma"),
+    "attention": ("attention.prefill_cpu", "attention.split_cpu", "attention.prefill_sm90", "attention.prefill_mma", "attention.split_mma",
+                  "attention.prefill_sm90_cute"),
     "append": ("cache.append_cpu", "cache.append_cuda"),
     "gemm": ("gemm.gemm_cpu", "gemm.skinny_sm90", "gemm.dense_sm90", "gemm.packed_sm90", "gemm.mixed_sm90",
              "gemm.packed_skinny", "gemm.gemm_mma", "gemm.dense_sm90_cute"),
@@ -134,7 +135,10 @@ _MODULES: dict[str, tuple[str, ...]] = {
 
 
 # op -> (module, name) of the family that dispatch's backend "triton" has for it: portable, behind everything that is written for a GPU.
-_TRITON = {"gemm": ("gemm.product_triton", "FAMILY"), "grouped_gemm": ("gemm.product_triton", "GROUPED")}
+_TRITON = {
+    "attention": ("attention.attention_triton", "FAMILY"), "paged_attention": ("attention.attention_triton", "PAGED"),
+    "gemm": ("gemm.product_triton", "FAMILY"), "grouped_gemm": ("gemm.product_triton", "GROUPED"),
+}
 OURS = ("generated", "triton")  # backends whose kernels are families of ours
 
 
@@ -167,9 +171,10 @@ def family_of(op: str, target_kind: str, name: str) -> KernelFamily | None:
 def division_of(decision: Decision) -> Division | None:
     """How the chosen kernel of a planned problem cuts a batch; None where it does not look at items."""
     chosen = decision.chosen
-    if chosen is None or chosen.backend != "generated":
+    if chosen is None or chosen.backend not in OURS:
         return None
-    family = next(f for f in families(decision.problem.op, decision.target.kind) if f.name == chosen.kernel)
+    kind = decision.target.kind if chosen.backend == "generated" else None
+    family = next(f for f in families(decision.problem.op, kind, chosen.backend) if f.name == chosen.kernel)
     return family.division(decision.problem, decision.target, chosen.config) if family.division else None
 
 

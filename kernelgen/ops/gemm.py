@@ -35,6 +35,7 @@ from kernelgen.ops.products import (
     as_batch,
     beta_of,
     check_addend,
+    check_apart_from_extras,
     check_bias,
     check_function,
     check_operands,
@@ -170,6 +171,7 @@ def _prepared_generated(sample: Described, run: Any) -> Callable[..., Any]:
         if out is not None:
             if meets(out, a, b, c):
                 check_apart("out", out, a=a, b=b, c=other_addend(c, beta, out))
+            check_apart_from_extras(out, epilogue)
             wrote(given)
         else:
             out = a.new_empty(shape) if same else a.new_empty(shape, dtype=dtype)
@@ -190,6 +192,7 @@ def _prepared(sample: GemmTensors, shape: tuple[int, ...], run: Any) -> Callable
         target = torch.empty(flat, dtype=dtype, device=device) if out is None else as_batch(out)
         if out is not None and meets(out, a, b, None):
             check_apart("out", out, a=a, b=b)
+        check_apart_from_extras(out, epilogue)
         result = run(GemmTensors(as_batch(a), as_batch(b), target, bias, epilogue=epilogue))
         if result is not None:
             return result.view(shape)
@@ -251,6 +254,7 @@ def _describe(a: torch.Tensor, b: Weight, scale_a: torch.Tensor | None, scale_b:
     result = make_result(e, a, shape, grad=grad)
     if e.out is not None:
         check_results_apart(result, e, a=a, b=parts[0], scale_a=scale_a, scale_b=scale_b)
+        check_apart_from_extras(result.out, e.function)
     # With a shared b the batch stays: folding it into M would ask for more of a's strides. What does not fold is copied, and an
     # output copied back in the end.
     a3, out3, c3 = as_batch(a), as_batch(result.out), None if e.c is None else as_batch(e.c)

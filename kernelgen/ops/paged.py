@@ -24,7 +24,7 @@ from kernelgen.guard import (
     watched,
     whole,
 )
-from kernelgen.kernels.base import division_of
+from kernelgen.kernels.base import OURS, division_of
 from kernelgen.library.forms import Copied, plans
 from kernelgen.library.written import wrote
 from kernelgen.ops.attention import Window, check_sinks, check_soft_cap, check_window
@@ -194,7 +194,8 @@ class AttentionPlan(Copied):
     ) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
         """Check a call, bind what runs it; returns the closure of a repeated call with the same layouts, and a shorter one for a
         plain call, which only passes addresses. Both serve every plan of the same kind, so neither holds on to this one."""
-        if self.decision.chosen is not None and self.decision.chosen.backend == "generated":
+        ours = self.decision.chosen is not None and self.decision.chosen.backend in OURS
+        if ours:
             check_plain("plan.run", q=q, kv_cache=kv_cache, out=out, lse=lse)
         p, soft_cap = self.problem, self.soft_cap
         k_cache, v_cache = self._check_call(q, kv_cache, alibi_slopes, sinks, mask, q_scale, k_scale, v_scale)
@@ -221,7 +222,6 @@ class AttentionPlan(Copied):
                 return page_scale(name, value, pages, p.num_kv_heads, device)
             return head_scale(name, value, batch, p.num_kv_heads, device, kind)
 
-        generated = self.decision.chosen is not None and self.decision.chosen.backend == "generated"
         layout = p.kv_layout
 
         def gather(
@@ -234,14 +234,14 @@ class AttentionPlan(Copied):
                 out = torch.empty(shape, dtype=out_dtype, device=q.device)
             if lse is None and with_lse:
                 lse = torch.empty(shape[:2], dtype=torch.float32, device=q.device)
-            if generated and rotation is not None:
+            if ours and rotation is not None:
                 q = rotate(q, rotation, compute_dtype=torch.float32).to(q.dtype)
             return PagedTensors(
                 q, k_cache, v_cache, arrays, out, lse, scale, soft_cap,
                 None if alibi_slopes is None else alibi_slopes.expand(batch, -1),
                 sinks, mask, head_scale("q_scale", q_scale, batch, p.num_q_heads, q.device) if tensors[0] else None,
                 seen("k_scale", k_scale) if tensors[1] else None, seen("v_scale", v_scale) if tensors[2] else None, v_factor, words,
-                variant=variant, rotation=None if generated else rotation,
+                variant=variant, rotation=None if ours else rotation,
             )
 
         first = gather(self._state.arrays, q, kv_cache, alibi_slopes, sinks, mask, q_scale, k_scale, v_scale, out, lse)
@@ -274,7 +274,7 @@ class AttentionPlan(Copied):
             run(PagedTensors(q, cache, values, arrays, out, lse, scale, soft_cap))
             return (out, lse) if return_lse else out
 
-        fits = generated and rotation is None and words is None and isinstance(kv_cache, torch.Tensor)
+        fits = ours and rotation is None and words is None and isinstance(kv_cache, torch.Tensor)
         return call, quick if fits else None
 
     def _check_contents(self, kv_cache: Cache, mask: torch.Tensor | None) -> None:
@@ -457,7 +457,7 @@ def bind_run(plan: Any, problem: PagedAttentionProblem, first: PagedTensors) -> 
 def check_graph_bounds(decision: Decision, bounds: GraphBounds | None) -> None:
     """Only a kernel that reads the plan's arrays can be captured."""
     chosen = decision.chosen
-    if bounds is not None and chosen is not None and chosen.backend != "generated":
+    if bounds is not None and chosen is not None and chosen.backend not in OURS:
         raise NoBackendError(f"got cuda_graph_bounds, but {chosen.label} runs this plan: it reads lengths on the host and cannot be "
                              f"captured; leave cuda_graph_bounds out\n{decision}")
 
@@ -491,7 +491,7 @@ def _set_lengths(plan: Any, batch: Batch) -> None:
                           "move them with .to()")
     starts = batch.starts
     if not batch.on_host:
-        if plan.decision.chosen.backend == "generated" and plan.device.type == "cuda":
+        if plan.decision.chosen.backend in OURS and plan.device.type == "cuda":
             from kernelgen.kernels.attention.plan_cuda import plan_on_device
 
             state.arrays = plan_on_device(batch, shape, plan.device, bounds, state.arrays if bounds else None)

@@ -206,6 +206,12 @@ def check_results_apart(result: Result, e: Epilogue, **read: torch.Tensor | None
     check_apart("out scale", scale, out=result.out, bias=e.bias, c=e.c, **read)
 
 
+def check_apart_from_extras(out: torch.Tensor | None, function: EpilogueFunction | None) -> None:
+    """An epilogue may read any element of its tensors, not only the one in the place that it writes."""
+    if out is not None and function is not None:
+        check_apart("out", out, **{f"extra tensor {name!r}": t for name, t in function.tensors.items()})
+
+
 def meeting(out: torch.Tensor, t: Any) -> Callable[..., bool]:
     """(out, a, b, c) -> do the spans of memory of a prepared call meet? Then a closer look is due: :func:`check_apart`."""
     span, span_a, span_b, span_c = span_of(out), span_of(t.a), span_of(t.b), 0 if t.c is None else span_of(t.c)

@@ -14,14 +14,15 @@ from kernelgen.testing.tolerance import assert_attention_close, assert_bits_equa
 NAN = float("nan")
 
 
-def compare_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *lengths: torch.Tensor, seed: int, what: str, **features: Any) -> None:
+def compare_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *lengths: torch.Tensor, seed: int, what: str,
+                 backend: str = "generated", **features: Any) -> None:
     """Dense, or ragged with ``lengths`` (cu_seqlens of queries and keys): twice into poisoned outputs, against the reference and itself."""
     ours, theirs = (kernelgen.attention_varlen, ref.attention_varlen) if lengths else (kernelgen.attention, ref.attention)
     results = []
     for _ in range(2):
         out = poisoned_empty((*q.shape[:-1], v.shape[-1]), q.dtype, q.device)
         lse = poisoned_empty(q.shape[:2] if lengths else (q.shape[0], q.shape[2], q.shape[1]), torch.float32, q.device)
-        ours(q, k, v, *lengths, out=out, lse=lse, return_lse=True, backend="generated", **features)
+        ours(q, k, v, *lengths, out=out, lse=lse, return_lse=True, backend=backend, **features)
         results.append((out, lse))
     for first, second in zip(*results):
         assert_bits_equal(second, first, what=f"{what}, second run")
@@ -32,17 +33,18 @@ def compare_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *lengths: to
 
 
 def compare_nonfinite(
-    lengths: tuple[int, int], places: tuple[int, ...], d: int, values: tuple[float, ...], device: str, *, seed: int, **features: Any,
+    lengths: tuple[int, int], places: tuple[int, ...], d: int, values: tuple[float, ...], device: str, *, seed: int,
+    dtype: torch.dtype = torch.bfloat16, backend: str = "generated", **features: Any,
 ) -> None:
     """``values`` in v at keys ``places``, NaN in two keys: they reach exactly the rows that may see them."""
     shapes = [(1, lengths[0], 4, d), (1, lengths[1], 2, d), (1, lengths[1], 2, d)]
-    q, k, v = random_tensors(shapes, torch.bfloat16, seed=seed, device=device)
+    q, k, v = random_tensors(shapes, dtype, seed=seed, device=device)
     for i, j in enumerate(places):
         v[:, j, i % 2, 13 * i % d] = values[i % len(values)]
     # NaN alone: an infinite key gives infinite logits, whose sign and softmax the reference shares only up to rounding.
     k[:, 100, 1, 5] = k[:, 240, 1, 7] = NAN
     out = poisoned_empty(q.shape, q.dtype, device)
-    kernelgen.attention(q, k, v, out=out, backend="generated", **features)
+    kernelgen.attention(q, k, v, out=out, backend=backend, **features)
     exact = ref.attention(q, k, v, **features)
     plain = ref.attention(q, k, v, compute_dtype=torch.float32, p_dtype=q.dtype, **features)
     assert isinstance(exact, torch.Tensor) and isinstance(plain, torch.Tensor)

@@ -463,12 +463,12 @@ def shrink(p: Problem, fails: Callable[[Problem], bool], steps: int = 60) -> Pro
     return p
 
 
-def check_many(spec: Spec, count: int, device: str = "cpu") -> None:
+def check_many(spec: Spec, count: int, device: str = "cpu", backend: str = "generated") -> None:
     """The first ``count`` problems of a spec; a failure is shrunk, and its message names the smaller problem too."""
 
     def failure(p: Problem) -> str:
         try:
-            check(p, device)
+            check(p, device, backend)
         except (AssertionError, RuntimeError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
         return ""

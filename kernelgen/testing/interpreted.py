@@ -60,6 +60,8 @@ class InterpretedKernel:
         self.spec, self.module = spec, importlib.util.module_from_spec(found)
         sys.modules[spec.name] = self.module
         found.loader.exec_module(self.module)
+        if hasattr(self.module, "libdevice"):
+            self.module.libdevice = Libdevice()  # type: ignore[attr-defined]
 
     def prepare(self, device: int, grid: tuple[int, int, int]) -> Callable[[bytes], None]:
         def launch(packed: bytes) -> None:
@@ -74,6 +76,27 @@ class InterpretedKernel:
         for name in params.pointers:
             given[name] = _at(given[name], self.module.POINTERS[name])
         return given
+
+
+class Libdevice:
+    """The functions of CUDA's mathematics by NumPy's and torch's: Triton's interpreter has none."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        import triton.language as tl
+        from triton.runtime.interpreter import TensorHandle
+
+        function = getattr(torch, {"rint": "round", "fmod": "fmod", "pow": "pow"}.get(name, name))
+
+        def call(*given: Any) -> Any:
+            numbers = [torch.from_numpy(x.handle.data) for x in given]
+            made = function(*torch.broadcast_tensors(*numbers)).numpy()
+            scalar = given[0].dtype.scalar if hasattr(given[0].dtype, "scalar") else given[0].dtype
+            widest = max(given, key=lambda x: len(x.shape))
+            shaped = any(x.type.is_block() for x in given)
+            kind = tl.block_type(scalar, list(made.shape)) if shaped else widest.type
+            return tl.tensor(TensorHandle(made, scalar), kind)
+
+        return call
 
 
 def _at(address: int, dtype: str) -> torch.Tensor:

@@ -18,8 +18,9 @@ from kernelgen import build
 from kernelgen import reference as ref
 from kernelgen.dispatch import select
 from kernelgen.errors import ToolchainMissing
-from kernelgen.kernels.attention import prefill_sm90
+from kernelgen.kernels.attention import prefill_sm90, prefill_sm90_cute
 from kernelgen.kernels.attention.prefill_sm90_configs import Config as Prefill
+from kernelgen.kernels.attention.prefill_sm90_cute import Config as CutePrefill
 from kernelgen.kernels.gemm import (
     dense_sm90,
     dense_sm90_cute,
@@ -42,6 +43,7 @@ from kernelgen.problems.attention import AttentionProblem
 from kernelgen.reference.plain import attention_plain, attention_varlen_plain
 from kernelgen.targets import target_of
 from kernelgen.tensors import AttentionTensors
+from kernelgen.testing.attention_calls import NAN, compare_nonfinite
 from kernelgen.testing.data import cu_seqlens, poisoned_empty, random_tensor, random_tensors
 from kernelgen.testing.grouped_products import Grouped, run_grouped
 from kernelgen.testing.mma_products import Product, run_product
@@ -146,7 +148,8 @@ def _layer(tokens: int) -> dict[str, Any]:
     return layer(tokens, 16, 4, 256, 128, device="cuda", seed=tokens)
 
 
-def _prefill(config: Prefill, dims: tuple[int, int], q_lens: tuple[int, ...], k_lens: tuple[int, ...], causal: bool) -> None:
+def _prefill(config: Any, dims: tuple[int, int], q_lens: tuple[int, ...], k_lens: tuple[int, ...], causal: bool,
+             family: Any = prefill_sm90) -> None:
     """Two heads for each of keys; a NaN and an inf among the values, which under a mask some rows must not see."""
     ragged, (d, dv) = len(q_lens) > 1, dims
     (tq, tk), lead = (sum(q_lens), sum(k_lens)), () if ragged else (2,)
@@ -156,10 +159,10 @@ def _prefill(config: Prefill, dims: tuple[int, int], q_lens: tuple[int, ...], k_
     problem = AttentionProblem("ragged" if ragged else "dense", len(q_lens) if ragged else 2, tq, tk, 4, 2, d, dv, "bf16", "bf16", "bf16",
                                causal=causal)
     q, k, v, *there = (x.cuda() for x in (*cpu, *lengths))
-    spec = prefill_sm90.spec(problem, target_of("cuda"), config)
+    spec = family.spec(problem, target_of("cuda"), config)
     outs = [poisoned_empty((*q.shape[:-1], dv), torch.bfloat16, "cuda") for _ in range(2)]
     calls = [AttentionTensors(q, k, v, out, None, d**-0.5, *there) for out in outs]
-    run = prefill_sm90.bind(problem, config, build.kernel(spec), calls[0])
+    run = family.bind(problem, config, build.kernel(spec), calls[0])
     for call in calls:
         run(call)
     exact: Any = (ref.attention_varlen if ragged else ref.attention)(*cpu, *lengths, causal=causal)
@@ -174,10 +177,17 @@ _PYTHON: dict[str, tuple[str, Callable[[], None]]] = {
                                       Cute(2, 2, 128, 5, cluster_m=2, pingpong=True))),
     "cute-gate": ("cutedsl", partial(_product, dense_sm90_cute, Product(130, 528, 400, "bf16", activation="swiglu", c="fp32", beta=0.5),
                                      Cute(1, 2, 256, 4, cluster_n=2))),
+    "triton-attention": ("triton", lambda: compare_nonfinite((40, 250), (215, 230, 247), 64, (NAN, float("inf")), "cuda", seed=1,
+                                                             backend="triton", causal=True, soft_cap=5.0)),
+    "triton-attention-fp32": ("triton", lambda: compare_nonfinite((40, 250), (215, 230, 247), 72, (NAN,), "cuda", seed=2, backend="triton",
+                                                                  dtype=torch.float32, window=(30, 10))),
     "cute-groups": ("cutedsl", partial(_cute_groups, run_grouped,
                                        Product(0, 272, 200, "bf16", activation="swiglu", gate_up="interleaved"))),
     "cute-gathered": ("cutedsl", partial(_cute_groups, run_gathered, Product(0, 136, 200, "bf16"), 40)),
     "cute-scattered": ("cutedsl", partial(_cute_groups, run_scattered, Product(0, 136, 200, "bf16"), 40, False)),
+    "cute-prefill": ("cutedsl", partial(_prefill, CutePrefill(2, 128), (128, 128), (300,), (340,), True, prefill_sm90_cute)),
+    "cute-prefill-ragged": ("cutedsl", partial(_prefill, CutePrefill(2, 80, out_over_query=True, search=True), (192, 96), (70, 0, 1, 200),
+                                               (90, 40, 300, 77), True, prefill_sm90_cute)),
     "triton-product": ("triton", partial(_product, product_triton, Product(70, 40, 100, "fp32", bias="fp32", activation="gelu"), None)),
     "triton-groups": ("triton", lambda: run_grouped(Grouped("rows", (70, 0, 5, 33), Product(0, 40, 100, "fp64", out="fp64")),
                                                     product_triton.GROUPED, target_of("cuda"), build.kernel, None, "cuda")),

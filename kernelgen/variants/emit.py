@@ -1,6 +1,7 @@
 """Expressions to the C++ text of ``struct VariantFunctions`` and ``struct EpilogueFunction``: one constant per operation, operands first.
 
-The text depends on the expressions alone. Extra values appear as offsets in the argument block, never by name.
+The text depends on the expressions alone. Extra values appear as offsets in the argument block, never by name. The walk, and the type in
+which each operation is done, are those of every language: triton_text.py writes them for Triton.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ def variant_functions(traced: TracedVariant, scalar: str) -> str:
         f"  static constexpr bool kHasScore = {_bool(score is not None)}, kHasMask = {_bool(mask is not None)};",
         f"  static constexpr bool kSoftmax = {_bool(traced.normalization == 'softmax')};",
         f"  static KERNELGEN_DEVICE {scalar} score({scalar} score, const VariantContext& c, const int64_t* args) {{",
-        *(_Body(traced, scalar).lines(score, scalar) if score is not None else ["    return score;"]),
+        *(Body(traced, scalar).lines(score, scalar) if score is not None else ["    return score;"]),
         "  }",
         "  static KERNELGEN_DEVICE bool visible(const VariantContext& c, const int64_t* args) {",
-        *(_Body(traced, scalar).lines(mask, "bool") if mask is not None else ["    return true;"]),
+        *(Body(traced, scalar).lines(mask, "bool") if mask is not None else ["    return true;"]),
         "  }",
         "};",
     ]
@@ -53,7 +54,7 @@ def epilogue_function(traced: TracedEpilogue, scalar: str) -> str:
     return "\n".join([
         "struct EpilogueFunction {",
         f"  static KERNELGEN_DEVICE {scalar} value({scalar} x, {scalar} y, const EpilogueContext& c, const int64_t* args) {{",
-        *_Body(traced, scalar).lines(traced.result, scalar),
+        *Body(traced, scalar).lines(traced.result, scalar),
         "  }",
         "};",
     ]) + "\n"
@@ -63,8 +64,11 @@ def _bool(x: bool) -> str:
     return "true" if x else "false"
 
 
-class _Body:
-    """Statements of one function."""
+class Body:
+    """Statements of one function. Types go by their names in C++."""
+
+    helpers = _MATH
+    quotient = "/"  # of whole numbers, towards 0
 
     def __init__(self, traced: TracedVariant | TracedEpilogue, scalar: str) -> None:
         self.scalar = scalar
@@ -85,14 +89,42 @@ class _Body:
             if e.is_constant:
                 continue  # written where it is used, in the type it is used in
             if e.op == "field":
-                self.names[e] = f"c.{e.value}"
+                self.names[e] = self.field(str(e.value))
             elif e.op == "score":
                 self.names[e] = str(e.value or "score")
             else:
                 name = f"t{len(text)}"
-                text.append(f"    const {self.type_of(e)} {name} = {self.text(e)};")
+                text.append(self.statement(self.type_of(e), name, self.text(e)))
                 self.names[e] = name
-        return [*text, f"    return {self.operand(result, out)};"]
+        return [*text, self.returned(self.operand(result, out))]
+
+    def field(self, name: str) -> str:
+        return f"c.{name}"
+
+    def statement(self, kind: str, name: str, text: str) -> str:
+        return f"    const {kind} {name} = {text};"
+
+    def returned(self, text: str) -> str:
+        return f"    return {text};"
+
+    def literal(self, value: int | float, wanted: str) -> str:
+        return _literal(value, wanted)
+
+    def converted(self, text: str, wanted: str) -> str:
+        """``text`` of another type as ``wanted``."""
+        return f"{text} != 0" if wanted == "bool" else f"static_cast<{wanted}>({text})"
+
+    def word(self, offset: int) -> str:
+        return f"args[{offset}]"
+
+    def chosen(self, condition: str, a: str, b: str) -> str:
+        return f"{condition} ? {a} : {b}"
+
+    def negative(self, value: str, kind: str) -> str:
+        return f"-{value}" if not value.startswith("-") else f"-({value})"
+
+    def opposite(self, value: str) -> str:
+        return f"!{value}"
 
     def type_of(self, e: Expression) -> str:
         if e.dtype == INT:
@@ -100,13 +132,10 @@ class _Body:
         return {BOOL: "bool", FLOAT32: "float"}.get(e.dtype, self.scalar)
 
     def operand(self, e: Expression, wanted: str) -> str:
-        """e as a value of the C++ type ``wanted``."""
+        """e as a value of the type ``wanted``."""
         if e.is_constant:
-            return _literal(number_of(e), wanted)
-        have = self.type_of(e)
-        if have == wanted:
-            return self.names[e]
-        return f"{self.names[e]} != 0" if wanted == "bool" else f"static_cast<{wanted}>({self.names[e]})"
+            return self.literal(number_of(e), wanted)
+        return self.names[e] if self.type_of(e) == wanted else self.converted(self.names[e], wanted)
 
     def width(self, *values: Expression) -> str:
         """The integer type that holds every one of these."""
@@ -121,20 +150,20 @@ class _Body:
         if e.op in _COMPARISONS:
             return self.comparison(e)
         if e.op in _TESTS:
-            return f"{_MATH}{e.op}({self.operand(e.operands[0], self.type_of(e.operands[0]))})"
+            return f"{self.helpers}{e.op}({self.operand(e.operands[0], self.type_of(e.operands[0]))})"
         return self.integer(e) if e.dtype == INT else self.plain(e, self.type_of(e))
 
     def read_scalar(self, e: Expression) -> str:
         kind, offset = self.scalars[str(e.value)]
-        word = f"args[{offset}]"
-        forms = {"bool": f"{word} != 0", "int32": f"static_cast<int32_t>({word})", "int64": word,
-                 "float": f"static_cast<{self.scalar}>({_MATH}double_of_bits({word}))"}
-        return forms[kind]
+        word = self.word(offset)
+        if kind == "float":
+            return self.converted(f"{self.helpers}double_of_bits({word})", self.scalar)
+        return word if kind == "int64" else self.converted(word, {"bool": "bool", "int32": "int32_t"}[kind])
 
     def read_size(self, e: Expression) -> str:
         assert isinstance(e.value, tuple)
         name, dim = e.value
-        return f"args[{self.tensors[name][1] + 1 + 2 * dim}]"
+        return self.word(self.tensors[name][1] + 1 + 2 * dim)
 
     def load(self, e: Expression) -> str:
         from kernelgen.variants.traced import ELEMENTS
@@ -142,24 +171,24 @@ class _Body:
         tensor, base = self.tensors[str(e.value)]
         terms = []
         for d, index in enumerate(e.operands):
-            size, stride = f"args[{base + 1 + 2 * d}]", f"args[{base + 2 + 2 * d}]"
+            size, stride = self.word(base + 1 + 2 * d), self.word(base + 2 + 2 * d)
             side = "index_from_start" if index.low >= 0 else "index_either_side"
-            terms.append(f"{_MATH}{side}({self.operand(index, 'int64_t')}, {size}) * {stride}")
-        read = f"{_MATH}{ELEMENTS[tensor.dtype][2]}(args[{base}], {' + '.join(terms) or '0'})"
+            terms.append(f"{self.helpers}{side}({self.operand(index, 'int64_t')}, {size}) * {stride}")
+        read = f"{self.helpers}{ELEMENTS[tensor.dtype][2]}({self.word(base)}, {' + '.join(terms) or '0'})"
         loaded = "double" if tensor.dtype == "float64" else "float"
-        return read if e.dtype not in FLOATS or loaded == self.scalar else f"static_cast<{self.scalar}>({read})"
+        return read if e.dtype not in FLOATS or loaded == self.scalar else self.converted(read, self.scalar)
 
     def cast(self, e: Expression) -> str:
         (source,) = e.operands
         have = self.type_of(source)
         if e.dtype == INT and source.dtype in FLOATS:
-            return f"{_MATH}to_int{e.value}({self.operand(source, have)})"
-        return f"static_cast<{self.type_of(e)}>({self.operand(source, have)})"
+            return f"{self.helpers}to_int{e.value}({self.operand(source, have)})"
+        return self.converted(self.operand(source, have), self.type_of(e))
 
     def where(self, e: Expression) -> str:
         condition, a, b = e.operands
         wanted = self.type_of(e)
-        return f"{self.operand(condition, 'bool')} ? {self.operand(a, wanted)} : {self.operand(b, wanted)}"
+        return self.chosen(self.operand(condition, "bool"), self.operand(a, wanted), self.operand(b, wanted))
 
     def comparison(self, e: Expression) -> str:
         a, b = e.operands
@@ -172,7 +201,7 @@ class _Body:
         wanted = "int64_t" if e.op in _WIDE else self.width(e, *e.operands)
         text = self.division(e, wanted) if e.op in ("floordiv", "mod") else self.plain(e, wanted)
         result = self.type_of(e)
-        return text if result == wanted else f"static_cast<{result}>({text})"
+        return text if result == wanted else self.converted(text, result)
 
     def division(self, e: Expression, wanted: str) -> str:
         """Floor division by what is known of the operands: a shift, C++'s own division, or a helper."""
@@ -180,13 +209,13 @@ class _Body:
         left, right = self.operand(a, wanted), self.operand(b, wanted)
         if b.is_constant and b.low > 0 and b.low & (b.low - 1) == 0:
             if e.op == "mod":
-                return f"{left} & {_literal(b.low - 1, wanted)}"
+                return f"{left} & {self.literal(b.low - 1, wanted)}"
             return f"{left} >> {b.low.bit_length() - 1}"
         if b.low <= 0:
             return self.plain(e, wanted)
         if a.low >= 0:
-            return f"{left} {'/' if e.op == 'floordiv' else '%'} {right}"
-        return f"{_MATH}{'floor_div' if e.op == 'floordiv' else 'floor_mod'}_positive({left}, {right})"
+            return f"{left} {self.quotient if e.op == 'floordiv' else '%'} {right}"
+        return f"{self.helpers}{'floor_div' if e.op == 'floordiv' else 'floor_mod'}_positive({left}, {right})"
 
     def plain(self, e: Expression, wanted: str) -> str:
         """Infix, prefix or call, all operands in one type."""
@@ -194,11 +223,11 @@ class _Body:
         if e.op in _INFIX:
             return f"{values[0]} {_INFIX[e.op]} {values[1]}"
         if e.op == "neg":
-            return f"-{values[0]}" if not values[0].startswith("-") else f"-({values[0]})"
+            return self.negative(values[0], wanted)
         if e.op == "not":
-            return f"{'!' if e.dtype == BOOL else '~'}{values[0]}"
+            return self.opposite(values[0]) if e.dtype == BOOL else f"~{values[0]}"
         of_floats, of_integers = _CALLS.get(e.op, (e.op, e.op))
-        return f"{_MATH}{of_floats if e.dtype in FLOATS else of_integers}({', '.join(values)})"
+        return f"{self.helpers}{of_floats if e.dtype in FLOATS else of_integers}({', '.join(values)})"
 
 
 def _literal(value: int | float, wanted: str) -> str:
@@ -210,7 +239,7 @@ def _literal(value: int | float, wanted: str) -> str:
         if wanted == "int32_t":
             return str(number) if number > INT32[0] else "(-2147483647 - 1)"
         return f"int64_t({number})" if number > -(2**63) else "int64_t(-9223372036854775807ll - 1)"
-    real = _as_float32(float(value)) if wanted == "float" else float(value)
+    real = as_float32(float(value)) if wanted == "float" else float(value)
     if math.isnan(real):
         return f"{_MATH}nan<{wanted}>()"
     if math.isinf(real):
@@ -220,7 +249,7 @@ def _literal(value: int | float, wanted: str) -> str:
     return f"{text}f" if wanted == "float" else text
 
 
-def _as_float32(value: float) -> float:
+def as_float32(value: float) -> float:
     try:
         return struct.unpack("f", struct.pack("f", value))[0]
     except OverflowError:

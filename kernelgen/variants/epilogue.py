@@ -9,23 +9,37 @@ has its helpers). The public side: epilogue_function.py.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from kernelgen.errors import VariantError
-from kernelgen.variants.expression import BOOL, FLOATS, INT, INT32, REAL, Expression, in_order, make, number_of
+from kernelgen.variants.dsl import Writer
+from kernelgen.variants.expression import FLOATS, INT, INT32, REAL, Expression, in_order, make
 from kernelgen.variants.trace import _KIND_TYPE, Context, Tensor, Value, _element, _names_in, _result, extra_tensor
 from kernelgen.variants.traced import ExtraScalar, ExtraTensor, scalar_kind
 
 FIELDS = ("batch", "row", "column")
-_INFIX = {"add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "eq": "==", "ne": "!=", "and": "&", "or": "|"}
-_HELPERS = {"maximum": "maximum", "minimum": "minimum", "abs": "absolute", "sigmoid": "sigmoid", "power": "power", "where": "where"}
-_MATH = ("exp", "exp2", "expm1", "log", "log1p", "log2", "log10", "tanh", "erf", "sqrt", "rsqrt", "sin", "cos", "floor", "ceil", "trunc")
 _WORDS = {"bool": "Int32", "int32": "Int32", "float": "Float32"}
 _DSL = {"float32": "Float32", "bfloat16": "BFloat16", "float16": "Float16", "int32": "Int32", "int64": "Int64", "uint8": "Uint8"}
+
+
+class _EpilogueWriter(Writer):
+    """Extra values are arguments: tensors and numbers."""
+
+    def leaf(self, e: Expression) -> str | None:
+        if e.op in ("score", "field"):
+            return str(e.value)
+        if e.op == "size" and isinstance(e.value, tuple):
+            return f"Int32(cute.size(extra_{e.value[0]}, mode=[{e.value[1]}]))"
+        return f"extra_{e.value}" if e.op == "scalar" else None
+
+    def load(self, e: Expression, names: Mapping[Expression, str]) -> str:
+        places = [self.operand(i, names, "Int32") for i in e.operands]
+        indices = [at if i.low >= 0 else f"functions.from_end(extra_{e.value}, {d}, {at})"
+                   for d, (i, at) in enumerate(zip(e.operands, places))]
+        return f"functions.load({', '.join((f'extra_{e.value}', *indices))})"
 
 
 @dataclass(frozen=True)
@@ -81,15 +95,8 @@ class TracedEpilogue:
     @cached_property
     def code(self) -> str:
         """``def epilogue(x, y, batch, row, column, *extra values)``."""
-        names: dict[Expression, str] = {}
-        lines = [f"def epilogue({', '.join(('x', 'y', *FIELDS, *(f'extra_{n}' for n in self.names)))}):"]
-        for e in in_order((self.result,)):
-            if e.is_constant or e.op in ("score", "field", "scalar"):
-                names[e] = _leaf(e)
-                continue
-            names[e] = f"t{len(lines) - 1}"
-            lines.append(f"    {names[e]} = {_text(e, names)}")
-        return "\n".join([*lines, f"    return {_in(self.result, names, 'Float32')}"])
+        head = f"def epilogue({', '.join(('x', 'y', *FIELDS, *(f'extra_{n}' for n in self.names)))}):"
+        return "\n".join([head, *_EpilogueWriter().lines(self.result, "Float32")])
 
     @cached_property
     def digest(self) -> str:
@@ -146,60 +153,3 @@ def trace_function(
     rows = (n for n, t in (tensors or {}).items() if n in read and known[n].rank and (isinstance(t, ExtraTensor) or t.stride(-1) == 1))
     return TracedEpilogue(result, tuple(known[n] for n in sorted(known) if n in read),
                           tuple(numbers[n] for n in sorted(numbers) if n in read), tuple(sorted(rows)), gated, name)
-
-
-def _leaf(e: Expression) -> str:
-    if e.op == "scalar":
-        return f"extra_{e.value}"
-    return str(e.value)
-
-
-def _kind(e: Expression) -> str:
-    return {INT: "Int32", BOOL: "Boolean"}.get(e.dtype, "Float32")
-
-
-def _in(e: Expression, names: Mapping[Expression, str], wanted: str) -> str:
-    """e as a value of a type of the DSL."""
-    if e.is_constant:
-        number = number_of(e)
-        if wanted == "Boolean":
-            return repr(bool(number))
-        if wanted == "Float32" and not math.isfinite(number):
-            return f'Float32(float("{float(number)}"))'
-        return f"{wanted}({float(number) if wanted == 'Float32' else int(number)!r})"
-    return names[e] if _kind(e) == wanted else f"{wanted}({names[e]})"
-
-
-def _text(e: Expression, names: Mapping[Expression, str]) -> str:
-    if e.op == "load":
-        places = [_in(i, names, "Int32") for i in e.operands]
-        indices = [at if i.low >= 0 else f"functions.from_end(extra_{e.value}, {d}, {at})"
-                   for d, (i, at) in enumerate(zip(e.operands, places))]
-        return f"functions.load({', '.join((f'extra_{e.value}', *indices))})"
-    if e.op == "size" and isinstance(e.value, tuple):
-        return f"Int32(cute.size(extra_{e.value[0]}, mode=[{e.value[1]}]))"
-    if e.op == "cast":
-        return _in(e.operands[0], names, _kind(e))
-    if e.op == "where":
-        condition, *chosen = e.operands
-        return f"functions.where({', '.join((_in(condition, names, 'Boolean'), *(_in(v, names, _kind(e)) for v in chosen)))})"
-    # Comparisons take the type of their operands, all else that of the result.
-    of_floats = any(o.dtype in FLOATS for o in e.operands)
-    wanted = ("Float32" if of_floats else "Int32") if e.dtype == BOOL and e.op not in ("and", "or", "not") else _kind(e)
-    values = [_in(o, names, wanted) for o in e.operands]
-    if e.op in _INFIX:
-        return f"{values[0]} {_INFIX[e.op]} {values[1]}"
-    if e.op == "div" and wanted == "Float32":
-        return f"{values[0]} / {values[1]}"
-    if e.op in ("floordiv", "mod") and wanted == "Int32" and e.operands[0].low >= 0 and e.operands[1].low > 0:
-        return f"{values[0]} {'//' if e.op == 'floordiv' else '%'} {values[1]}"
-    if e.op == "neg":
-        return f"-{values[0]}"
-    if e.op == "not" and e.dtype == BOOL:
-        return f"functions.negation({values[0]})"
-    if e.op in _HELPERS:
-        return f"functions.{_HELPERS[e.op]}({', '.join(values)})"
-    if e.op in _MATH and wanted == "Float32":
-        return f"cute.math.{e.op}({', '.join(values)})"
-    raise VariantError(f"epilogue: {e.op} of {e.dtype} values is not in CuTe-DSL epilogues; they have + - * / comparisons & | ~, where, "
-                       f"minimum, maximum, abs, sigmoid, pow, {', '.join(_MATH)}, // and % of numbers that are not negative")

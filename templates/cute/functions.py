@@ -1,7 +1,7 @@
 """What an epilogue computes with, value by value. NaN goes through every one, as in torch."""
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, cute
+from cutlass import Boolean, Float32, Float64, Int32, Int64, cute
 from cutlass.cutlass_dsl import select_
 
 
@@ -55,3 +55,55 @@ def from_end(tensor, mode, index):
 
 def smaller(a, b):
     return where(a < b, a, b)
+
+
+def isnan(x):
+    return x != x
+
+
+def isinf(x):
+    return absolute(x) == Float32(float("inf"))
+
+
+def isfinite(x):
+    return absolute(x) < Float32(float("inf"))
+
+
+def floor_mod(a, b):
+    """As Python has it, of a positive b."""
+    return a - a // b * b
+
+
+# ---- What variants of attention read from their argument block (kernelgen/variants/arguments.py): ``words``, an address
+
+
+def read(address, dtype, offset):
+    return cute.make_tensor(cute.make_ptr(dtype, address, cute.AddressSpace.gmem) + offset, cute.make_layout(1))[0]
+
+
+def scalar_int64(words, offset):
+    return read(words, Int64, offset)
+
+
+def scalar_int32(words, offset):
+    return Int32(read(words, Int64, offset))
+
+
+def scalar_bool(words, offset):
+    return read(words, Int64, offset) != 0
+
+
+def scalar_float(words, offset):
+    return Float32(read(words, Float64, offset))
+
+
+def element(words, offset, dtype, *indices):
+    """An element of the tensor whose address, sizes and strides begin at a word; ``indices``: (index, whether it may count from the end).
+    What is outside reads the nearest one."""
+    place = Int64(0)
+    for d, (index, either_side) in enumerate(indices):
+        size, stride = (read(words, Int64, offset + 1 + 2 * d + i) for i in range(2))
+        index = where(index < 0, index + size, index) if either_side else index
+        index = where(index < size, index, size - 1)
+        place = place + where(index > 0, index, Int64(0)) * stride
+    return read(read(words, Int64, offset), dtype, place)

@@ -72,15 +72,16 @@ def group_of(
     return group, first, begin, rows
 
 
-def tile_of_group(index, first, rows, tiles_n, tile_rows, band, grid):
+def tile_of_group(index, first, rows, tiles_n, tile_rows, band, grid=None):
     """(m, n) of the index-th tile of all, one of a group whose first is ``first``; in bands as above.
 
-    A column's tiles are turned by one in each round of the grid: else of equal groups of two tiles, the second of few rows, every other
-    block would have all the full ones.
+    With ``grid`` a column's tiles are turned by one in each round of it: else of equal groups of two tiles, the second of few rows, every
+    other block would have all the full ones.
     """
     at, height, within = _in_bands(index - first, tiles_of(rows, tile_rows), tiles_n, band)
     m = within % height
-    return at + (m + (index - m) // grid) % height, within // height
+    turned = m if grid is None else (m + (index - m) // grid) % height
+    return at + turned, within // height
 
 
 def tiles_of(rows, tile_rows):

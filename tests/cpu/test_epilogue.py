@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kernelgen
-from kernelgen.errors import DeviceError, DtypeError, NoBackendError, SettingsError, ShapeError, VariantError
+from kernelgen.errors import DeviceError, DtypeError, LayoutError, NoBackendError, SettingsError, ShapeError, VariantError
 from kernelgen.ops import gemm as gemm_module
 from kernelgen.testing.epilogues import EPILOGUES, epilogue_named
 from kernelgen.testing.held import nothing_held
@@ -131,6 +131,16 @@ def test_what_is_wrong_is_said(words: dict[str, Any], error: type[Exception], te
     given = dict(a=torch.ones(4, 8), b=torch.ones(8, 8), epilogue=kernelgen.epilogue(lambda x, ctx: x)) | words
     with pytest.raises(error, match=text):
         kernelgen.gemm(given.pop("a"), given.pop("b"), **given)
+
+
+@pytest.mark.parametrize("backend", ["generated", "torch"])
+def test_results_lie_apart_from_what_the_function_reads(backend: str) -> None:
+    """It may read other elements than the one it writes; in prepared calls, too."""
+    a, b, out = torch.ones(4, 8), torch.ones(8, 8), torch.zeros(4, 8)
+    function = kernelgen.epilogue(lambda x, ctx: x + ctx.old[ctx.row, 7 - ctx.column], tensors={"old": torch.zeros(4, 8)})
+    kernelgen.gemm(a, b, epilogue=function, out=out, backend=backend)
+    with pytest.raises(LayoutError, match="extra tensor 'old' lies in"):
+        kernelgen.gemm(a, b, epilogue=function.with_values(old=out), out=out, backend=backend)
 
 
 def test_what_no_epilogue_can_be() -> None:

@@ -4,6 +4,7 @@ Outputs are poisoned; each call runs twice to equal bits."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,7 @@ import torch
 
 from kernelgen import build
 from kernelgen.kernels.gemm import grouped_sm90_cute
-from kernelgen.kernels.gemm.dense_sm90_cute import Config
-from kernelgen.kernels.gemm.grouped_sm90_cute import FAMILY
+from kernelgen.kernels.gemm.grouped_sm90_cute import FAMILY, Config
 from kernelgen.problems.gemm import GroupedGemmProblem
 from kernelgen.targets import target_of
 from kernelgen.testing.data import poison_, poisoned_empty, random_tensor
@@ -28,8 +28,8 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9,
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs sm_90")
 
 TURNS, SHARED, WIDE, SMALL = Config(2, 2, 128, 5, pingpong=True), Config(1, 2, 128, 6), Config(1, 2, 256, 4), Config(1, 1, 64, 8)
-CONFIGS = (TURNS, SHARED, WIDE, SMALL, Config(2, 2, 128, 4), Config(1, 2, 192, 5, pingpong=True), Config(1, 1, 128, 8, slabs=1),
-           Config(1, 3, 64, 5), Config(1, 2, 256, 4, pingpong=True, slabs=1))
+CONFIGS = (TURNS, SHARED, WIDE, SMALL, Config(2, 2, 128, 4), Config(2, 2, 192, 4, pingpong=True), Config(1, 2, 192, 5, pingpong=True),
+           Config(1, 1, 128, 8, slabs=1), Config(1, 3, 64, 5), Config(1, 2, 256, 4, pingpong=True, slabs=1))
 POWER_LAW = tuple(1000 // (i + 1) for i in range(64))
 SIZES = ((0, 0, 0, 0), (0, 5, 0, 3), (7,), (200, 0, 56, 192, 1), (1, 1, 1, 1021), (0, 0, 4096, 0), POWER_LAW)
 
@@ -96,6 +96,48 @@ def test_ends_that_fall_or_leave_the_matrix() -> None:
             exact[begin:end] = t.a[0, begin:end].double() @ t.b[group].double()
             begin = max(0, min(ends[group], 300))
         assert_close_to_reference(t.out[0], exact, exact.bfloat16(), what=f"ends {ends}", seed=0)
+
+
+@pytest.mark.parametrize("config", (TURNS, SHARED, WIDE, SMALL), ids=str)
+@pytest.mark.parametrize("grouping", ("rows", "masked"))
+def test_tiles_dealt_out(grouping: str, config: Config) -> None:
+    """From none to many tiles a block, one step of k and many; rows gathered and scattered; then on two streams, and in a graph."""
+    config = replace(config, dealt=True)
+    for sizes in ((0, 0, 0, 0), (5,), (200, 0, 56, 192, 1), POWER_LAW, (1, 0, 2) * 40):
+        for n, k in ((136, 72), (3000, 328)):
+            run(Grouped(grouping, sizes, Product(0, n, k, "bf16")), config)
+    if grouping == "rows":
+        case = Grouped("rows", POWER_LAW, Product(0, 264, 328, "bf16"))
+        gathered(case, 700, config)
+        run_scattered(case, 6000, True, FAMILY, target_of("cuda"), build.kernel, config, "cuda")
+
+
+def test_dealt_tiles_of_launches_that_overlap() -> None:
+    """One behind the other, on two streams, and in graphs that are replayed: the bits of tiles that nobody deals out."""
+    case, target = Grouped("rows", POWER_LAW, Product(0, 1160, 200, "bf16"), spare=0), target_of("cuda")
+    t, strided = prepared(case, FAMILY, target, build.kernel, TURNS, "cuda")
+    strided(t)
+    expected = t.out.clone()
+    _, dealt = prepared(case, FAMILY, target, build.kernel, replace(TURNS, dealt=True), "cuda")
+    outs, streams = [t._replace(out=poisoned_empty(tuple(t.out.shape), t.out.dtype, "cuda")) for _ in range(6)], []
+    torch.cuda.synchronize()
+    for i in range(2):
+        streams.append(torch.cuda.Stream())
+        with torch.cuda.stream(streams[i]):
+            for given in outs[3 * i : 3 * i + 3]:
+                dealt(given)
+    torch.cuda.synchronize()
+    for given in outs:
+        assert_bits_equal(given.out, expected, what="launches on two streams")
+        poison_(given.out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for given in outs:
+            dealt(given)
+    for _ in range(3):
+        graph.replay()
+    for given in outs:
+        assert_bits_equal(given.out, expected, what="launches of a graph")
 
 
 def test_tiles_turn_from_round_to_round() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-import kernelgen
 from kernelgen import build
 from kernelgen import reference as ref
 from kernelgen.kernels.attention import prefill_sm90
@@ -17,33 +16,23 @@ from kernelgen.kernels.attention.prefill_sm90_configs import TABLE, Config
 from kernelgen.problems.attention import AttentionProblem
 from kernelgen.targets import target_of
 from kernelgen.tensors import AttentionTensors
+from kernelgen.testing import prefill_gpu
 from kernelgen.testing.adapters import aligned, only
-from kernelgen.testing.attention_calls import compare_call, compare_nonfinite
+from kernelgen.testing.attention_calls import compare_nonfinite
 from kernelgen.testing.attention_cases import Spec, check, make_problem, specs
-from kernelgen.testing.data import cu_seqlens, poisoned_empty, random_lengths, random_tensors, seed_of
-from kernelgen.testing.tolerance import assert_attention_close, assert_bits_equal
+from kernelgen.testing.data import cu_seqlens, poisoned_empty, random_tensors, seed_of
+from kernelgen.testing.prefill_gpu import AXES, BF16, CUDA, DIMS, INF, LENGTHS, NAN, PLACES
+from kernelgen.testing.tolerance import assert_attention_close
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90")
 
-BF16, FP16 = torch.bfloat16, torch.float16
-CUDA, KERNEL = "cuda", "attention/prefill_sm90"
-NAN, INF = float("nan"), float("inf")
-AXES: dict[str, tuple[Any, ...]] = {
-    "layout": ("dense", "ragged"), "dtype": ("bf16", "fp16"), "kv": ("same",), "scales": ("none",), "rope": ("same",),
-    "dims": ((128, 128), (64, 64), (72, 40), (192, 128), (8, 24), (256, 256), (96, 96), (64, 256)),
-    "variant": ("none", "score", "mask"), "pages": ("pow2",), "kv_layout": ("NHD",), "batch_invariant": (False,),
-}
+KERNEL = "attention/prefill_sm90"
 
 
 @pytest.fixture(autouse=True)
 def this_kernel() -> Iterator[None]:
     with only("generated", KERNEL):
         yield
-
-
-def inputs(b: int, sq: int, sk: int, hq: int, hkv: int, d: int, dv: int | None = None, dtype: torch.dtype = BF16, *,
-           seed: int) -> list[torch.Tensor]:
-    return random_tensors([(b, sq, hq, d), (b, sk, hkv, d), (b, sk, hkv, dv or d)], dtype, seed=seed, device=CUDA)
 
 
 @pytest.mark.parametrize("spec", specs(60, seed=29, axes=AXES), ids=str)
@@ -53,39 +42,21 @@ def test_differential(spec: Spec) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("d, dv", [(8, 8), (24, 24), (40, 40), (80, 80), (112, 112), (128, 64), (160, 160), (192, 192), (200, 200),
-                                   (224, 224), (240, 240), (256, 64), (64, 256), (128, 8), (8, 256)])
+@pytest.mark.parametrize("d, dv", DIMS)
 def test_head_dims(d: int, dv: int, causal: bool) -> None:
-    seed = seed_of("sm90 head dims", d, dv, causal)
-    compare_call(*inputs(2, 333, 451, 4, 2, d, dv, FP16 if d % 16 else BF16, seed=seed), seed=seed, what=f"d={d}/{dv} causal={causal}",
-            causal=causal)
+    prefill_gpu.head_dims(d, dv, causal)
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("sq, sk", [(1, 1), (1, 1000), (17, 17), (63, 65), (128, 128), (129, 127), (300, 100), (1000, 1), (511, 513),
-                                    (64, 0), (0, 64), (0, 0), (2000, 2100), (192, 4000)])
+@pytest.mark.parametrize("sq, sk", LENGTHS)
 def test_lengths(sq: int, sk: int, causal: bool) -> None:
-    seed = seed_of("sm90 lengths", sq, sk, causal)
-    for d in (64, 128):
-        compare_call(*inputs(2, sq, sk, 3, 3, d, dtype=FP16, seed=seed), seed=seed, what=f"{sq}x{sk} d={d} causal={causal}", causal=causal)
+    prefill_gpu.lengths(sq, sk, causal)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("count, longest", [(1, 900), (7, 700), (150, 300)])
 def test_ragged(count: int, longest: int, causal: bool) -> None:
-    """Requests of any lengths, some of none; NaN behind the last one and between requests, which nobody may see."""
-    seed = seed_of("sm90 ragged", count, causal)
-    lens_q, lens_k = (random_lengths(count, longest, seed=seed + i) for i in (0, 1))
-    q, k, v = random_tensors([(sum(lens_q) + 9, 4, 96), (sum(lens_k) + 50, 2, 96), (sum(lens_k) + 50, 2, 96)], BF16, seed=seed, device=CUDA)
-    k[sum(lens_k):], v[sum(lens_k):] = NAN, INF
-    lengths = cu_seqlens(lens_q, CUDA), cu_seqlens(lens_k, CUDA)
-    rows = sum(lens_q)
-    out = poisoned_empty(q.shape, BF16, CUDA)
-    kernelgen.attention_varlen(q, k, v, *lengths, causal=causal, out=out, backend="generated")
-    assert torch.isnan(out[rows:]).all()
-    exact = ref.attention_varlen(q[:rows], k, v, *lengths, causal=causal)
-    plain = ref.attention_varlen(q[:rows], k, v, *lengths, causal=causal, compute_dtype=torch.float32, p_dtype=BF16).to(BF16)
-    assert_attention_close(out[:rows], exact, plain, what=f"ragged {count} causal={causal}", seed=seed)
+    prefill_gpu.ragged(count, longest, causal)
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])
@@ -95,8 +66,7 @@ def test_nonfinite_keys_and_values_reach_exactly_the_rows_that_see_them(
     d: int, values: tuple[float, ...], causal: bool, window: tuple[int | None, int | None] | None,
 ) -> None:
     seed = seed_of("sm90 nonfinite", d, values, causal, window)
-    places = (3, 61, 64, 130, 187, 222, 249, 400, 533, 649)
-    compare_nonfinite((490, 650), places, d, values, CUDA, seed=seed, causal=causal, window=window)
+    compare_nonfinite((490, 650), PLACES, d, values, CUDA, seed=seed, causal=causal, window=window)
 
 
 def every_config() -> list[tuple[int, Config]]:
@@ -128,24 +98,9 @@ def every_config() -> list[tuple[int, Config]]:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("d, config", every_config(), ids=str)
 def test_every_config(d: int, config: Config, causal: bool) -> None:
-    seed = seed_of("sm90 config", d, config, causal)
-    q, k, v = inputs(3, 701, 733, 8, 2, d, seed=seed)
-    v[:, 680, 0, 3] = NAN
-    problem = AttentionProblem("dense", 3, 701, 733, 8, 2, d, d, "bf16", "bf16", "bf16", causal=causal)
-    target = target_of(CUDA)
-    verdict = prefill_sm90.legal(problem, target, config)
-    if not verdict:
-        pytest.skip(verdict.reason)
-    tensors = AttentionTensors(q, k, v, poisoned_empty(q.shape, BF16, CUDA), None, d**-0.5)
-    run = prefill_sm90.bind(problem, config, build.kernel(prefill_sm90.spec(problem, target, config)), tensors)
-    run(tensors)
-    exact = ref.attention(q, k, v, causal=causal)
-    plain = ref.attention(q, k, v, causal=causal, compute_dtype=torch.float32, p_dtype=BF16).to(BF16)
-    assert_attention_close(tensors.out, exact, plain, what=f"{config} d={d} causal={causal}", seed=seed)
-    first = tensors.out.clone()
-    for _ in range(200):
-        run(tensors)
-    assert_bits_equal(tensors.out, first, what=f"{config}, 201st run")
+    refused = prefill_gpu.config_runs(prefill_sm90, d, config, causal)
+    if refused:
+        pytest.skip(refused)
 
 
 @pytest.mark.parametrize("config", [Config(2, 128), Config(2, 128, early_keys=True), Config(2, 96, polynomial=2),
@@ -174,29 +129,7 @@ def test_weights_of_inf_have_scores_made_again(config: Config, layout: str) -> N
 
 
 def test_repeats_in_a_cuda_graph_and_on_two_streams() -> None:
-    q, k, v = inputs(2, 900, 900, 4, 2, 128, seed=12)
-    expected = kernelgen.attention(q, k, v, causal=True, backend="generated")
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    outs = [poisoned_empty(q.shape, BF16, CUDA) for _ in streams]
-    for stream in streams:
-        stream.wait_stream(torch.cuda.current_stream())
-    for _ in range(20):
-        for stream, out in zip(streams, outs):
-            with torch.cuda.stream(stream):
-                kernelgen.attention(q, k, v, causal=True, out=out, backend="generated")
-    torch.cuda.synchronize()
-    for out in outs:
-        assert_bits_equal(out, expected, what="two streams")
-    out = poisoned_empty(q.shape, BF16, CUDA)
-    graph = torch.cuda.CUDAGraph()
-    kernelgen.attention(q, k, v, causal=True, out=out, backend="generated")
-    out.fill_(NAN)
-    with torch.cuda.graph(graph):
-        for _ in range(3):
-            kernelgen.attention(q, k, v, causal=True, out=out, backend="generated")
-    for _ in range(5):
-        graph.replay()
-    assert_bits_equal(out, expected, what="graph replay")
+    prefill_gpu.graphs_and_streams()
 
 
 def test_what_the_kernel_refuses_names_the_value() -> None:

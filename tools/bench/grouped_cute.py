@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""gemm/grouped_sm90_cute beside gemm/grouped_sm90 and torch._grouped_mm: bf16, equal groups of rows, and rows gathered by their numbers.
+"""gemm/grouped_sm90_cute beside gemm/grouped_sm90 and torch._grouped_mm: bf16, groups of rows, and rows gathered by their numbers.
 
     python tools/bench/grouped_cute.py                            into tools/bench/results/tried/h200_grouped_sm90_cute.json
     python tools/bench/grouped_cute.py --budget 120 --samples 3   begins no problem after 120 s
     python tools/bench/grouped_cute.py --prebuild-only            compile all kernels (no GPU needed)
 
-Every legal config of the CuTe-DSL kernel and the first choices of the other, held against the reference, then timed interleaved by the
-protocol of kernelgen.bench. Gathered: each row of the product names a row of an a that has an eighth as many; no peer gathers.
+The first configs of the CuTe-DSL kernel, with tiles dealt out and not, and of the other, held against the reference, then timed
+interleaved by the protocol of kernelgen.bench. Groups are equal, or as large as random routing makes them. Gathered: each row of the
+product names one of an a that has an eighth as many; no peer gathers.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,35 +40,38 @@ from kernelgen.problems.gemm import GatheredGemmProblem, GroupedGemmProblem  # n
 from kernelgen.specs import KernelSpec  # noqa: E402
 from kernelgen.targets import Target, target_of  # noqa: E402
 from kernelgen.tensors import GroupedGemmTensors  # noqa: E402
-from kernelgen.testing.tolerance import Comparison  # noqa: E402
+from kernelgen.testing.tolerance import Comparison, compare  # noqa: E402
 
 _JSON = Path(__file__).parent / "results" / "tried" / "h200_grouped_sm90_cute.json"
 _SHARE = 8  # of a gathered product's rows, that a has one for
-_OTHERS = 2  # first configs of grouped_sm90
-# groups, rows, N, K: those of PEERS, and two of layers of Qwen3-30B, 4,096 and 512 tokens.
-SHAPES = ((4, 8192, 4096, 7168), (8, 4096, 7168, 2048), (32, 256, 4096, 7168), (32, 256, 7168, 2048), (128, 256, 1536, 2048),
-          (128, 32, 1536, 2048))
+_CONFIGS, _OTHERS = 5, 2  # first configs of either kernel
+# (groups, rows of each, N, K), random: those of PEERS, and layers of Qwen3-30B, 4,096 and 512 tokens.
+SHAPES = (((4, 8192, 4096, 7168), False), ((8, 4096, 7168, 2048), False), ((32, 256, 4096, 7168), False), ((32, 256, 7168, 2048), False),
+          ((128, 256, 1536, 2048), True), ((128, 256, 2048, 768), True), ((128, 32, 1536, 2048), True))
 
 
 class Compared(GroupedWorkload):
-    """Equal groups by every config; ``gathered``: a's rows by their numbers."""
+    """By several configs; ``gathered``: a's rows by their numbers; ``drawn``: sizes of groups by random routing."""
 
-    def __init__(self, case: GroupedCase, target: Target, gathered: bool) -> None:
+    def __init__(self, case: GroupedCase, target: Target, gathered: bool, drawn: bool) -> None:
         super().__init__(case, "cuda")
         c = case
         self.target, self.gathered, total = target, gathered, case.groups * case.rows
-        self.problem = f"{self.problem} gathered" if gathered else self.problem
+        self.problem += (" random" if drawn else "") + (" gathered" if gathered else "")
         plain = GroupedGemmProblem(c.groups, total, c.n, c.k, "bf16", "bf16", "bf16", b_order="col", batched_b=True)
         self.form: Any = GatheredGemmProblem(**vars(plain), tokens=total // _SHARE) if gathered else plain
         generator = torch.Generator().manual_seed(1)
         self.rows = torch.randint(total // _SHARE, (total,), generator=generator).to(torch.int32) if gathered else None
         self.bound: dict[tuple[str, Any], Any] = {}
+        chosen = torch.randint(c.groups, (total,), generator=generator) if drawn else torch.arange(total) // c.rows
+        self.ends = torch.bincount(chosen, minlength=c.groups).cumsum(0).tolist()
 
     def entries(self) -> Iterator[tuple[Any, Any]]:
         """(family, config)."""
-        for family, most in ((grouped_sm90_cute.FAMILY, None), (grouped_sm90.FAMILY, _OTHERS)):
-            configs = list(family.candidates(self.form, self.target))
-            yield from ((family, config) for config in configs[:most])
+        for family, most in ((grouped_sm90_cute.FAMILY, _CONFIGS), (grouped_sm90.FAMILY, _OTHERS)):
+            for config in islice(family.candidates(self.form, self.target), most):
+                every = (config, replace(config, dealt=not config.dealt))
+                yield from ((family, c) for c in every if family.legal(self.form, self.target, c))
 
     def specs(self) -> Iterator[KernelSpec]:
         return (family.spec(self.form, self.target, config) for family, config in self.entries())
@@ -75,6 +80,7 @@ class Compared(GroupedWorkload):
         made = super().operands(generator)
         if self.rows is not None:
             self.rows = self.rows.to(made.a.device)
+        made.ends.copy_(torch.tensor(self.ends, dtype=torch.int32))
         return made
 
     def decision(self, operands: Any, target: Target | None = None) -> Any:
@@ -95,9 +101,18 @@ class Compared(GroupedWorkload):
         return ours if self.gathered else ours + super().candidates()[1:]
 
     def check(self, operands: Operands, result: torch.Tensor) -> Comparison:
-        if self.rows is None:
-            return super().check(operands, result)
-        return super().check(operands._replace(a=operands.a[self.rows.long()]), result)
+        """Some rows at the ends of the first and the last groups that have any."""
+        o, got, exact, plain = operands, [], [], []
+        begins = [0, *self.ends[:-1]]
+        used = [g for g, (begin, end) in enumerate(zip(begins, self.ends)) if end > begin]
+        for group in dict.fromkeys((*used[:2], used[-1])):
+            begin, end = begins[group], self.ends[group]
+            rows = torch.tensor(sorted({*range(begin, min(end, begin + 8)), *range(max(begin, end - 8), end)}), device=result.device)
+            a = o.a[rows if self.rows is None else self.rows[rows].long()]
+            got.append(result[rows])
+            exact.append(a.double() @ o.b[group].double())
+            plain.append((a.float() @ o.b[group].float()).to(result.dtype))
+        return compare(torch.cat(got), torch.cat(exact), torch.cat(plain), what=self.problem)
 
 
 def main(words: Sequence[str]) -> int:
@@ -107,7 +122,8 @@ def main(words: Sequence[str]) -> int:
     options = parser.parse_args(words)
     start = time.perf_counter()
     target = target_of("cuda") if torch.cuda.is_available() else replace(Target.parse("sm_90a"), sm_count=132)
-    works = [Compared(GroupedCase("bf16", "rows", *shape), target, gathered) for shape in SHAPES for gathered in (False, True)]
+    works = [Compared(GroupedCase("bf16", "rows", *shape), target, gathered, drawn) for shape, drawn in SHAPES
+             for gathered in (False, True)]
     failed = prebuild(dict.fromkeys(spec for work in works for spec in work.specs()), options.processes)
     for spec, reason in failed.items():
         print(f"{spec.name} does not compile: {reason}", file=sys.stderr)

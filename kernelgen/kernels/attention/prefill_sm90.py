@@ -100,8 +100,8 @@ def legal(problem: AttentionProblem, target: Target, config: Config) -> Verdict:
          f"{c.out_parts} parts of results of {problem.head_dim_v} columns: 1, or 2 of whole boxes of {_BOX} beside the queries"),
         (not (c.polynomial and problem.return_lse), "polynomials are not exact enough for an LSE"),
         (c.diagonal == 0 or c.query_stages == 1, f"diagonal {c.diagonal} beside {c.query_stages} stages of queries"),
-        (_tiles(problem, c)[1] <= _MAX_TILES,
-         f"{_tiles(problem, c)[1]} row tiles of {problem.num_q_heads} heads, at most {_MAX_TILES}"),
+        (row_tiles_of(problem, c)[1] <= _MAX_TILES,
+         f"{row_tiles_of(problem, c)[1]} row tiles of {problem.num_q_heads} heads, at most {_MAX_TILES}"),
         (registers <= c.registers, f"config {c} needs about {registers} registers, a consumer has {c.registers}"),
         (c.resident * (shared + _SYSTEM_BYTES) <= target.shared_memory_per_block + _SYSTEM_BYTES,
          f"config {c} needs {shared} bytes of shared memory, {c.resident} times; {target} has {target.shared_memory_per_block}"),
@@ -158,7 +158,7 @@ def spec(problem: AttentionProblem, target: Target, config: Config) -> KernelSpe
     )
 
 
-def _tiles(problem: AttentionProblem, config: Config) -> tuple[int, int]:
+def row_tiles_of(problem: AttentionProblem, config: Config) -> tuple[int, int]:
     """(row tiles of a dense request, row tiles in all; ragged: a bound from Tq alone), of a cluster where blocks share keys."""
     p, tiles = problem, -(-problem.seq_q // (config.block_q * (2 if config.multicast == 1 else 1)))
     heads = p.num_q_heads // (2 if config.multicast == 2 else 1)
@@ -177,7 +177,7 @@ def _section(problem: AttentionProblem, config: Config) -> int:
 
 def scalars_of(problem: AttentionProblem, config: Config, t: AttentionTensors) -> dict[str, int | float]:
     """Everything of Params that is fixed by shapes, strides and scalars."""
-    row_tiles, tiles = _tiles(problem, config)
+    row_tiles, tiles = row_tiles_of(problem, config)
     values = scalars_of_all(problem, t) | {
         "num_q_heads": problem.num_q_heads, "row_tiles": row_tiles, "tiles": tiles, "section": _section(problem, config)}
     return {name: values[name] for name in PARAMS.scalars}
@@ -191,7 +191,7 @@ def bind(problem: AttentionProblem, config: Config, kernel: Any, tensors: Attent
     keys = c.block_k // c.blocks
     boxes = [("q", t.q, 64), ("k", t.k, keys), ("v", t.v, keys)] + ([("out", t.out, 64)] if p.layout == "dense" else [])
     maps = [head_map(f"map_{name}", name, x, (_BOX, rows)) for name, x, rows in boxes]
-    clusters = min(_tiles(p, c)[1], max((target_of(t.q.device).sm_count or 1) * c.resident // c.blocks, 1))
+    clusters = min(row_tiles_of(p, c)[1], max((target_of(t.q.device).sm_count or 1) * c.resident // c.blocks, 1))
     launch = kernel.prepare(device, grid=(clusters * c.blocks, 1, 1), block=(c.threads, 1, 1), cluster=(c.blocks, 1, 1), programmatic=True,
                             shared_memory=shared_memory(p, c), tensor_maps=maps)
     tail, blank = PARAMS.pack_scalars(scalars_of(p, c, t)), bytes(128 * len(PARAMS.tensor_maps))

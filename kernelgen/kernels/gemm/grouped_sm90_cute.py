@@ -7,15 +7,17 @@ kernel: templates/gemm/grouped_sm90_cute.py.jinja; state: docs/design/toolchains
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 
+from kernelgen.kernels import counters
 from kernelgen.kernels.base import KernelFamily
 from kernelgen.kernels.gemm.dense_sm90_cute import _ACTIVATIONS as _PLAIN
-from kernelgen.kernels.gemm.dense_sm90_cute import _DSL, _TORCH, Config, _regular, _work
+from kernelgen.kernels.gemm.dense_sm90_cute import _DSL, _TORCH, _regular, _work
+from kernelgen.kernels.gemm.dense_sm90_cute import Config as DenseConfig
 from kernelgen.kernels.gemm.dense_sm90_cute import legal as legal_dense
 from kernelgen.kernels.gemm.sm90 import most_tiles, supports_common
 from kernelgen.params import ParamStruct
@@ -38,7 +40,18 @@ def _floored(name: str) -> Callable[[Any], Any]:
 _ACTIVATIONS: dict[str | None, Callable[[Any], Any]] = {
     **_PLAIN, "relu2": lambda x: torch.relu(x) * torch.relu(x), **{name: _floored(name) for name in ("silu", "gelu", "gelu_tanh")}}
 _SMS = 132  # of an H200, where a target does not say
+_DEALT_ROWS = 2  # tiles of a group, if all are equal, as grouped_sm90 has it
 _GATHERED_ROWS = 128  # of a tile, whose addresses fit into the registers of the warps that bring them
+
+
+@dataclass(frozen=True)
+class Config(DenseConfig):
+    """``dealt``: blocks take tiles from a counter as they get on, instead of every so manieth."""
+
+    dealt: bool = False
+
+    def __str__(self) -> str:
+        return super().__str__() + (" dealt" if self.dealt else "")
 
 
 def supports(problem: GroupedGemmProblem, target: Target) -> Verdict:
@@ -64,13 +77,18 @@ def legal(problem: GroupedGemmProblem, target: Target, config: Config) -> Verdic
     return legal_dense(p, target, c) and first_no(
         (c.blocks == 1, f"config {c}: neighbouring tiles of groups share nothing to multicast"),
         (not p.gathered or c.block_m <= _GATHERED_ROWS, f"config {c}: lanes that gather have registers for {_GATHERED_ROWS} rows"),
+        # 536 - 736 bytes spilled, and 24.
+        (c.repeats * c.block_n <= 256 or not (p.activation or p.bias or p.accumulate_c),
+         f"config {c}: an epilogue leaves too few registers for {c.repeats * c.block_n // 2} sums"),
+        (c.repeats == 1 or c.pingpong or not (p.activation and p.accumulate_c),
+         f"config {c}: c beside an activation leaves too few registers for sums of several times 64 rows"),
         (most_tiles(p, c.block_m, -(-p.outputs // columns)) < 1 << 30, f"config {c}: more tiles than int32 counts"),
     )
 
 
 _CONFIGS = (
-    Config(2, 2, 128, 5, pingpong=True), Config(1, 2, 256, 4), Config(1, 2, 192, 5, pingpong=True), Config(2, 2, 128, 4),
-    Config(1, 2, 128, 6), Config(1, 2, 128, 6, pingpong=True), Config(1, 1, 128, 8), Config(1, 1, 64, 8),
+    Config(2, 2, 128, 5, pingpong=True), Config(2, 2, 192, 4, pingpong=True), Config(1, 2, 256, 4), Config(1, 2, 192, 5, pingpong=True),
+    Config(2, 2, 128, 4), Config(1, 2, 128, 6), Config(1, 2, 128, 6, pingpong=True), Config(1, 1, 128, 8), Config(1, 1, 64, 8),
 )
 
 
@@ -79,7 +97,14 @@ def candidates(problem: GroupedGemmProblem, target: Target) -> Iterator[Config]:
     p = problem
     rows = -(-p.m // p.batch) if p.grouping == "rows" else max(min(p.m, 128), p.m // 4)
     expected = replace(p, m=max(1, rows))
-    return (c for c in sorted(_CONFIGS, key=lambda c: _work(expected, target, c)) if legal(p, target, c))
+
+    def dealt(c: Config) -> bool:
+        """Groups of few tiles of rows, of which the last is as good as empty more often than not, where blocks come by more than one."""
+        along_m, along_n = -(-expected.m // c.block_m), -(-p.outputs // (c.block_n // (2 if p.gated else 1)))
+        return p.grouping == "rows" and along_m <= _DEALT_ROWS and along_m * along_n * min(p.batch, p.m) > (target.sm_count or _SMS)
+
+    ranked = sorted(_CONFIGS, key=lambda c: _work(expected, target, c))
+    return (c for c in (replace(c, dealt=dealt(c)) for c in ranked) if legal(p, target, c))
 
 
 @lru_cache(maxsize=256)
@@ -126,7 +151,7 @@ def spec(problem: GroupedGemmProblem, target: Target, config: Config, epilogue: 
         "operand": _DSL[p.a_dtype], "output": _DSL[p.out_dtype], "block_n": c.block_n, "repeats": c.repeats, "consumers": c.consumers,
         "stages": c.stages, "pingpong": c.pingpong, "slabs": c.slabs, "band": c.band, "masked": p.grouping == "masked",
         "gated": p.gated, "interleaved": p.gated and p.gate_up == "interleaved", "gathered": p.gathered, "scattered": p.scattered,
-        "epilogue": e.code, "extra": tuple(zip(e.names, e.declarations)), "stand_ins": e.stand_ins,
+        "dealt": c.dealt, "epilogue": e.code, "extra": tuple(zip(e.names, e.declarations)), "stand_ins": e.stand_ins,
         "given": "".join(f", extra_{name}" for name in e.names),
     }
     words = ["grouped_gemm_sm90_cute", "gathered" if p.gathered else "scattered" if p.scattered else p.grouping, p.a_dtype, p.out_dtype,
@@ -149,10 +174,14 @@ def closure(problem: GroupedGemmProblem, config: Config, kernel: Any, tensors: A
     tiles = most_tiles(p, c.block_m, -(-p.outputs // (c.block_n // (2 if p.gated else 1))))
     a, b, out = _regular(t.a), _regular(t.b), _regular(t.out)
     tail = (*(getattr(t, name) for name in scalars), p.m, min(tiles, sms))
-    numbered = p.gathered or p.scattered
+    numbered, dealt, device = p.gathered or p.scattered, c.dealt, t.a.device
+    if dealt and device.type == "cuda":
+        counters.provide(device.index or 0)
 
     def run(t: Any) -> None:
-        function(a(t.a), b(t.b), out(t.out), t.ends, t.rows if numbered else t.ends, *[getattr(t, name) for name in extra], *tail)
+        counter, memory = counters.counter(device.index or 0) if dealt else (0, None)
+        function(a(t.a), b(t.b), out(t.out), t.ends, t.rows if numbered else t.ends, *[getattr(t, name) for name in extra], *tail, counter)
+        del memory
 
     return run
 
@@ -162,10 +191,11 @@ def coverage() -> Iterable[tuple[GroupedGemmProblem, Config | None]]:
     base = GroupedGemmProblem(64, 4096, 4096, 7168, "bf16", "bf16", "bf16", b_order="col", batched_b=True)
     half = replace(base, a_dtype="fp16", b_dtype="fp16", out_dtype="fp16")
     yield base, Config(2, 2, 128, 5, pingpong=True)
+    yield base, Config(2, 2, 192, 4, pingpong=True, dealt=True)
     yield replace(half, grouping="masked", activation="swiglu", bias=True, bias_dtype="fp16"), Config(1, 2, 256, 4)
     yield replace(base, activation="swiglu_oai", bias=True, bias_dtype="bf16", gate_up="interleaved"), Config(1, 2, 128, 6)
     yield replace(base, bias=True, bias_dtype="fp32", accumulate_c=True, c_dtype="bf16", activation="relu2"), Config(1, 1, 128, 8, slabs=1)
-    for problem, config in ((base, Config(2, 2, 128, 5, pingpong=True)),
+    for problem, config in ((base, Config(2, 2, 128, 5, pingpong=True, dealt=True)),
                             (replace(base, activation="swiglu", gate_up="up_first"), Config(1, 2, 256, 4)), (half, Config(1, 1, 64, 8))):
         yield GatheredGemmProblem(**vars(problem), tokens=512), config
     for problem, config in ((base, Config(2, 2, 128, 5, pingpong=True)),

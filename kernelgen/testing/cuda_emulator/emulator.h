@@ -67,6 +67,7 @@ struct WarpProducts {
 };
 
 inline bool lazy_copies = false, stalls = false;
+inline int patience = 1000000;  // how often a thread looks in vain for what it waits for
 inline std::mt19937 order(1);
 inline std::vector<Fiber> fibers;
 inline std::vector<Barrier> warp_barriers;
@@ -130,7 +131,7 @@ inline void release(Barrier& barrier) {
 inline void yield_or_abort(int& turns, const char* what, int which) {
   current->waits_for = what;
   current->which = which;
-  if (++turns > 1000000) {
+  if (++turns > patience) {
     std::fprintf(stderr, "emulator: thread %d waits for ever; by block and warp wait\n", thread());
     for (const Fiber& f : fibers) {
       if (f.waits_for != nullptr && (&f == &fibers[0] || f.thread.x % 32 == 0 || f.waits_for != (&f)[-1].waits_for || f.which != (&f)[-1].which)) {

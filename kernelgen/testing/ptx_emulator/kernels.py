@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,9 @@ class Emulated:
     """lazy    copies land, products run and stores read only when they are waited for
     stalls  warps fall behind at random
     edit    (file name, text) -> text of each source file, for tests that put a fault in
+    change  the same of the PTX, text -> text: nothing is compiled again
+
+    A fault that a run meets (a lane that waits for ever, an address outside of shared memory) is a LaunchError; stderr says what it was.
     """
 
     spec: KernelSpec
@@ -29,9 +32,15 @@ class Emulated:
     seed: int = 1
     stalls: bool = False
     edit: Edit | None = None
+    change: Callable[[str], str] | None = None
 
     def _opened(self) -> tuple[ctypes.CDLL, dict[str, Any]]:
         made = compiled(self.spec, self.folder, self.edit)
+        if self.change is not None:
+            changed = replace(made, ptx=tuple(map(self.change, made.ptx)))
+            if changed == made:
+                raise ValueError(f"{self.spec}: the change of a test is none of its PTX")
+            made = changed
         opened = ctypes.CDLL(str(library(made, self.folder)))
         opened.ptx_error.restype = ctypes.c_char_p
         return opened, made.report
@@ -51,6 +60,12 @@ class _DlTensor(ctypes.Structure):
 
 class _Any(ctypes.Structure):
     _fields_ = (("kind", ctypes.c_int32), ("pad", ctypes.c_uint32), ("value", ctypes.c_uint64))
+
+
+def _span(x: torch.Tensor) -> tuple[int, int]:
+    """Addresses between which a tensor's elements lie."""
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride())) + 1 if x.numel() else 0
+    return x.data_ptr(), x.data_ptr() + last * x.element_size()
 
 
 _NONE, _INT, _BOOL, _FLOAT, _TENSOR = 0, 1, 2, 3, 7  # TVMFFITypeIndex
@@ -89,6 +104,8 @@ class EmulatedCute(Emulated):
         def call(*arguments: Any) -> None:
             keep: list[Any] = []
             given, result = (_Any * max(1, len(arguments)))(*(_packed(x, keep) for x in arguments)), _Any()
+            spans = [edge for x in arguments if isinstance(x, torch.Tensor) for edge in _span(x)]
+            opened.ptx_tensors((ctypes.c_uint64 * max(1, len(spans)))(*spans), len(spans) // 2)
             self._set(opened)
             if function(None, ctypes.byref(given), len(arguments), ctypes.byref(result)) != 0:
                 self._raise(opened)

@@ -182,7 +182,9 @@ def translate(text: str) -> str:
     for v in module.variables:
         if v.space in ("global", "const"):
             data = ", ".join(str(x) for x in v.data)
-            lines.append(f"alignas({max(v.align, 16)}) static unsigned char {_identifier(v.name)}[{max(v.size, 1)}] = {{{data}}};")
+            name = _identifier(v.name)
+            lines.append(f"alignas({max(v.align, 16)}) static unsigned char {name}[{max(v.size, 1)}] = {{{data}}};")
+            lines.append(f"static const bool known_{name} = (own.push_back({{(uint64_t){name}, (uint64_t){name} + {v.size}}}), true);")
     rows = []
     for index, kernel in enumerate(module.kernels):
         shared = tuple(v for v in (*module.variables, *kernel.variables) if v.space == "shared")

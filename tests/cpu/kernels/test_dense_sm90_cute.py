@@ -13,27 +13,19 @@ import torch
 
 from kernelgen import build
 from kernelgen.cache.jobs import build_many
-from kernelgen.errors import DtypeError, ToolchainMissing, VariantError
+from kernelgen.errors import DtypeError, VariantError
 from kernelgen.kernels.gemm import dense_sm90_cute
 from kernelgen.kernels.gemm.dense_sm90_cute import Config
 from kernelgen.problems.gemm import GemmProblem
 from kernelgen.targets import Target
-from kernelgen.toolchains import toolchain
+from kernelgen.testing.installed import toolchain_installed
 from kernelgen.variants.epilogue import trace_epilogue
 
 H200 = Target.parse("sm_90a")
 BASE = GemmProblem(1, 4096, 4096, 4096, "bf16", "bf16", "bf16", b_order="col")
 
 
-def _installed() -> bool:
-    try:
-        toolchain("cutedsl").identity()
-    except ToolchainMissing:
-        return False
-    return True
-
-
-@pytest.mark.skipif(not _installed(), reason="needs CuTe-DSL")
+@pytest.mark.skipif(not toolchain_installed("cutedsl"), reason="needs CuTe-DSL")
 def test_every_branch_compiles_without_spills() -> None:
     specs = [dense_sm90_cute.spec(p, H200, config) for p, config in dense_sm90_cute.coverage() if config is not None]
     built = build_many([lambda s=s: build.build(s) for s in specs], labels=[str(s) for s in specs], memory_per_job_bytes=2**29)

@@ -16,31 +16,20 @@ import torch
 from kernelgen import build
 from kernelgen.cache.jobs import build_many
 from kernelgen.dispatch import rules
-from kernelgen.errors import ToolchainMissing
 from kernelgen.kernels.base import families
 from kernelgen.kernels.gemm import grouped_sm90_cute
-from kernelgen.kernels.gemm.dense_sm90_cute import Config
-from kernelgen.kernels.gemm.grouped_sm90_cute import FAMILY, epilogue_of
+from kernelgen.kernels.gemm.grouped_sm90_cute import FAMILY, Config, epilogue_of
 from kernelgen.problems.gemm import MORE_ACTIVATIONS, GatheredGemmProblem, GroupedGemmProblem, ScatteredGemmProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
 from kernelgen.tensors import GroupedGemmTensors
+from kernelgen.testing.installed import toolchain_installed
 from kernelgen.testing.sass import loops, sass_of
-from kernelgen.toolchains import toolchain
 
 H200 = replace(Target.parse("sm_90a"), sm_count=132)
 BASE = GroupedGemmProblem(64, 4096, 4096, 7168, "bf16", "bf16", "bf16", b_order="col", batched_b=True)
 
-
-def _installed() -> bool:
-    try:
-        toolchain("cutedsl").identity()
-    except ToolchainMissing:
-        return False
-    return True
-
-
-needs_dsl = pytest.mark.skipif(not _installed(), reason="needs CuTe-DSL")
+needs_dsl = pytest.mark.skipif(not toolchain_installed("cutedsl"), reason="needs CuTe-DSL")
 
 
 def _specs() -> Iterator[tuple[KernelSpec, Any]]:
@@ -96,6 +85,7 @@ def test_verdicts_of_numbered_rows() -> None:
     assert "have no numbers" in FAMILY.supports(replace(gathered, grouping="masked"), H200).reason
     assert "128 rows" in FAMILY.legal(gathered, H200, Config(2, 2, 128, 4)).reason
     assert "multicast" in FAMILY.legal(BASE, H200, Config(2, 2, 128, 5, cluster_m=2, pingpong=True)).reason
+    assert "too few registers for 192 sums" in FAMILY.legal(replace(BASE, bias=True), H200, Config(2, 2, 192, 4, pingpong=True)).reason
     assert "more tiles" in FAMILY.legal(replace(BASE, m=1 << 30, n=1 << 20), H200, Config(1, 1, 64, 8)).reason
 
 
@@ -104,6 +94,7 @@ def test_configs_and_rule() -> None:
     for problem in (BASE, replace(BASE, m=64), replace(BASE, grouping="masked", m=128), replace(BASE, activation="swiglu"),
                     GatheredGemmProblem(**vars(BASE), tokens=64), ScatteredGemmProblem(**vars(BASE), tokens=64)):
         assert next(iter(FAMILY.candidates(problem, H200)), None) is not None, problem
+    assert all(c.dealt for c in FAMILY.candidates(BASE, H200)) and not any(c.dealt for c in FAMILY.candidates(replace(BASE, batch=4), H200))
     scores = [r.score for r in rules.RULES if r.kernel == FAMILY.name]
     assert len(scores) == 1 and all(scores[0] < r.score for r in rules.RULES if r.general and r.backend == "generated")
     assert families("grouped_gemm", "cuda")[-1] is FAMILY
@@ -140,5 +131,5 @@ def test_what_a_call_passes() -> None:
                            torch.tensor([1, 70], dtype=torch.int32), bias)
     grouped_sm90_cute.bind(problem, Config(1, 1, 64, 8), kernel, t)(t)
     (given,) = kernel.calls
-    assert [tuple(x.shape) for x in given[:6]] == [(1, 70, 24), (2, 24, 64), (1, 70, 64), (2,), (2,), (2, 64)] and given[6:] == (70, 3)
+    assert [tuple(x.shape) for x in given[:6]] == [(1, 70, 24), (2, 24, 64), (1, 70, 64), (2,), (2,), (2, 64)] and given[6:] == (70, 3, 0)
     assert given[0].stride() == (1688, 24, 1) and given[0].data_ptr() == a.data_ptr() and given[3] is t.ends

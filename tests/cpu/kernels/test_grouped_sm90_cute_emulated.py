@@ -12,35 +12,26 @@ from typing import Any
 import pytest
 import torch
 
-from kernelgen.errors import ToolchainMissing
+from kernelgen.kernels import counters
 from kernelgen.kernels.gemm import grouped_sm90_cute
-from kernelgen.kernels.gemm.dense_sm90_cute import Config
-from kernelgen.kernels.gemm.grouped_sm90_cute import FAMILY
+from kernelgen.kernels.gemm.grouped_sm90_cute import FAMILY, Config
 from kernelgen.settings import settings
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
 from kernelgen.testing.data import poison_
 from kernelgen.testing.grouped_products import Grouped, prepared, run_grouped
+from kernelgen.testing.installed import toolchain_installed
 from kernelgen.testing.mma_products import Product
 from kernelgen.testing.numbered_rows import run_gathered, run_scattered
 from kernelgen.testing.ptx_emulator import EmulatedCute
 from kernelgen.testing.tolerance import assert_bits_equal
-from kernelgen.toolchains import toolchain
 
 HOPPER = Target.parse("sm_90a")
 TURNS = Config(2, 2, 128, 3, pingpong=True)
 GATE = Product(0, 272, 136, "bf16", activation="swiglu", gate_up="interleaved", bias="fp32")
 
 
-def _missing() -> str:
-    try:
-        toolchain("cutedsl").identity()
-    except ToolchainMissing as error:
-        return str(error)
-    return "" if shutil.which("g++") else "no g++"
-
-
-pytestmark = pytest.mark.skipif(bool(_missing()), reason=_missing() or "runs")
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None or not toolchain_installed("cutedsl"), reason="needs g++ and CuTe-DSL")
 
 
 def _load(spec: KernelSpec) -> EmulatedCute:
@@ -50,12 +41,15 @@ def _load(spec: KernelSpec) -> EmulatedCute:
 @pytest.mark.parametrize("run, config", (
     (partial(run_grouped, Grouped("rows", (70, 0, 5, 130), GATE)), TURNS),
     # One slab of two in each tile: what its last store reads must not be written yet.
-    (partial(run_gathered, Grouped("rows", (128, 0, 70), Product(0, 136, 136, "bf16", pad=8)), 40), Config(1, 1, 64, 2)),
+    (partial(run_gathered, Grouped("rows", (128, 0, 70), Product(0, 136, 136, "bf16", pad=8)), 40), Config(1, 1, 64, 2, dealt=True)),
     (partial(run_scattered, Grouped("rows", (5, 0, 70), Product(0, 72, 72, "fp16", out="fp16")), 60, False), Config(1, 1, 64, 3)),
 ), ids=("gate", "gathered", "scattered"))
 def test_against_the_reference(run: Callable[..., None], config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = torch.zeros(2, dtype=torch.int32)
     monkeypatch.setattr(grouped_sm90_cute, "_SMS", 3)
+    monkeypatch.setattr(counters, "counter", lambda device: (words.data_ptr(), words))
     run(FAMILY, HOPPER, _load, config)
+    assert words.tolist() == [0, 0], "the counter is left as it was found"
 
 
 def test_ends_that_fall_or_leave_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,153 +7,48 @@ kernel costs several seconds of g++, so cases share them.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from kernelgen import reference as ref
-from kernelgen.dtypes import DTYPES
-from kernelgen.kernels import counters
 from kernelgen.kernels.attention import prefill_sm90
 from kernelgen.kernels.attention.prefill_sm90_configs import Config
-from kernelgen.problems.attention import AttentionProblem
-from kernelgen.reference.masks import pack_mask
-from kernelgen.reference.plain import attention_plain, attention_varlen_plain
 from kernelgen.settings import settings
-from kernelgen.targets import Target
-from kernelgen.tensors import AttentionTensors
 from kernelgen.testing.cuda_emulator import EmulatedKernel
-from kernelgen.testing.data import cu_seqlens, padded_rows, poisoned_empty, random_tensor, random_tensors, seed_of, swapped_storage
-from kernelgen.testing.planned_cases import RelativeBias
-from kernelgen.testing.tolerance import assert_attention_close, assert_lse_close
+from kernelgen.testing.prefill_cases import CASES, CAUSAL, CHANGES, INF, NAN, STEPS, Case, Change, growing, infinite_keys, nonfinite, run
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
-TARGET = Target.parse("sm_90a")
-NAN, INF = float("nan"), float("inf")
-Change = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
-
-@dataclass(frozen=True)
-class Case:
-    """A call: lengths of each request's queries and keys, equal ones when it is dense; keys in use; features."""
-
-    config: Config
-    q_lens: tuple[int, ...]
-    k_lens: tuple[int, ...]
-    ragged: bool = False
-    heads: tuple[int, int] = (2, 1)
-    dims: tuple[int, int] = (64, 64)
-    dtype: str = "bf16"
-    causal: bool = False
-    window: tuple[int | None, int | None] = (None, None)
-    kv_lens: tuple[int, ...] | None = None
-    soft_cap: float | None = None
-    sinks: bool = False
-    alibi: bool = False
-    mask: str | None = None
-    variant: Any = None
-    lse: bool = True
-    scale: float = 0.125
-    blocks: int = 2  # that share the row tiles
-
-
-@pytest.fixture(scope="module")
-def folder() -> Path:
-    return settings().cache_dir / "emulated"
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    """Stands in for a GPU of so many SMs; its counters must be left as they were found."""
-    words = torch.zeros(2, dtype=torch.int32)
-    monkeypatch.setattr(counters, "counter", lambda device: (words.data_ptr(), words))
-    yield lambda blocks: monkeypatch.setattr(prefill_sm90, "target_of", lambda device: replace(TARGET, sm_count=blocks))
-    assert not words.any(), words
-
-
-def _inputs(case: Case, seed: int) -> list[torch.Tensor]:
-    """q, k and v; behind the last request of a ragged batch, and behind the keys in use, there is poison."""
-    (hq, hkv), (d, dv), batch = case.heads, case.dims, len(case.q_lens)
-    tq, tk = ((sum(case.q_lens),), (sum(case.k_lens) + 5,)) if case.ragged else ((batch, case.q_lens[0]), (batch, case.k_lens[0]))
-    q, k, v = random_tensors([(*tq, hq, d), (*tk, hkv, d), (*tk, hkv, dv)], DTYPES[case.dtype].torch, seed=seed)
-    starts = [sum(case.k_lens[:b]) for b in range(batch)]
-    for x, value in ((k, NAN), (v, INF)):
-        if case.ragged:
-            x[-5:] = value
-        for b, used in enumerate(case.kv_lens or ()):
-            (x[starts[b] + used : starts[b] + case.k_lens[b]] if case.ragged else x[b, used:]).fill_(value)
-    return [q, k, v]
-
-
-def _mask(case: Case, seed: int) -> dict[str, Any]:
-    """The mask as the op takes it, and where each request's begins."""
-    if case.mask == "dense":
-        shape = (len(case.q_lens), 1, case.q_lens[0], case.k_lens[0])
-        return {"mask": (random_tensor(shape, seed=seed) > -0.5).expand(-1, case.heads[0], -1, -1)}
-    if case.mask is None:
-        return {}
-    sizes = [q * (k if case.kv_lens is None else case.kv_lens[b]) for b, (q, k) in enumerate(zip(case.q_lens, case.k_lens))]
-    flat = random_tensor((sum(sizes),), seed=seed) > -0.5
-    indptr = torch.tensor([sum(sizes[:b]) for b in range(len(sizes) + 1)], dtype=torch.int64)
-    return {"mask": pack_mask(flat) if case.mask == "packed" else flat, "mask_indptr": indptr}
-
-
-def run(case: Case, folder: Path, device: Callable[[int], None], *, lazy: bool, change: Change | None = None, seed: int = 1) -> None:
-    """One launch into poisoned memory that is larger than its outputs, compared with the reference."""
-    what, c = f"{case} lazy={lazy} seed={seed}", case
-    numbers = seed_of("prefill_sm90 emulated", c, seed)
-    q, k, v = _inputs(c, numbers)
-    if change is not None:
-        change(q, k, v)
-    q, k, v = padded_rows(q), swapped_storage(k), padded_rows(v, 24)
-    batch, heads = len(c.q_lens), c.heads[0]
-    lengths = (cu_seqlens(c.q_lens), cu_seqlens(c.k_lens)) if c.ragged else ()
-    given: dict[str, Any] = {"soft_cap": c.soft_cap} | _mask(c, numbers + 3)
-    if c.sinks:
-        given["sinks"] = torch.tensor([0.7, INF, -INF, -0.4][:heads])
-    if c.alibi:
-        given["alibi_slopes"] = random_tensor((heads,), seed=numbers + 4).abs()
-    if c.kv_lens is not None:
-        given["kv_lens"] = torch.tensor(c.kv_lens, dtype=torch.int32)
-    sizes = (batch, q.shape[0], k.shape[0]) if c.ragged else (batch, q.shape[1], k.shape[1])
-    problem = AttentionProblem(
-        "ragged" if c.ragged else "dense", *sizes, *c.heads, *c.dims, c.dtype, c.dtype, c.dtype, causal=c.causal, window=c.window,
-        soft_cap=c.soft_cap is not None, alibi=c.alibi, sinks=c.sinks, mask=c.mask, variant=c.variant, kv_lens=c.kv_lens is not None,
-        return_lse=c.lse)
-    assert prefill_sm90.supports(problem, TARGET) and prefill_sm90.legal(problem, TARGET, c.config), what
-    device(c.blocks)
-    whole = poisoned_empty((*q.shape[:-3], q.shape[-3] + 1, heads, c.dims[1] + 8), q.dtype)
-    out = whole[..., : q.shape[-3], :, : c.dims[1]]
-    lse = poisoned_empty(q.shape[:-1] if c.ragged else (batch, heads, q.shape[1])) if c.lse else None
-    tensors = AttentionTensors(q, k, v, out, lse, c.scale, *lengths, **given,
-                               variant_words=c.variant.words("cpu") if c.variant else None)
-    kernel = EmulatedKernel(prefill_sm90.spec(problem, TARGET, c.config), folder, lazy, seed, stalls=lazy)
-    prefill_sm90.bind(problem, c.config, kernel, tensors)(tensors)
-    result, outside = out.clone(), whole.clone()
-    outside[..., : q.shape[-3], :, : c.dims[1]].fill_(NAN)
-    assert bool(outside.isnan().all()), f"{what}: written outside of the result"
-    given.pop("mask_indptr", None)
-    given |= {"causal": c.causal, "window": None if c.window == (None, None) else c.window, "scale": c.scale, "return_lse": True,
-              "variant": c.variant.reference("cpu") if c.variant else None}
-    exact, exact_lse = (ref.attention_varlen if c.ragged else ref.attention)(q, k, v, *lengths, **given)
-    plain, plain_lse = (attention_varlen_plain if c.ragged else attention_plain)(q, k, v, *lengths, **given)
-    assert_attention_close(result, exact, plain, what=what, seed=numbers)
-    if lse is not None:
-        assert_lse_close(lse, exact_lse, plain_lse.float(), what=what, seed=numbers)
-
-
-CAUSAL = Case(Config(2, 32), (150, 150), (170, 170), causal=True)
-STAGES = Case(Config(3, 48, query_stages=2), (170, 170, 170), (120, 120, 120), dtype="fp16", causal=True, kv_lens=(120, 0, 33))
 # Consumers without keys of their own in some of a row tile's, and with half of them.
 HALVES = Case(Config(3, 64, diagonal=2), (250, 250), (230, 230), causal=True)
 EDGES = Case(Config(2, 32, diagonal=2, early_keys=True), (300, 0, 1, 130), (310, 90, 40, 100), True, dims=(72, 64), dtype="fp16",
              window=(45, 7), kv_lens=(310, 60, 40, 100))
-CASES = {
+# Scores made again from keys in memory.
+EARLY = replace(CAUSAL, config=Config(2, 32, 3, value_stages=2, early_keys=True), scale=-0.125)
+RAGGED = Case(Config(3, 32, 2, value_stages=3, early_keys=True), (40, 0, 170), (60, 9, 150), True, (4, 2), (72, 40), "fp16",
+              window=(None, 30), kv_lens=(60, 9, 131))
+
+POLYNOMIALS = replace(CAUSAL, config=Config(2, 32, polynomial=3, uniform=True), lse=False)
+
+
+def nonfinite_ragged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    for i in range(0, v.shape[0], 11):
+        v[i, 0, 13 * i % v.shape[-1]] = (NAN, INF, -INF)[i % 3]
+
+
+def growing_ragged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """The same of RAGGED's requests. Their last values of a row are what boxes of 64 columns cover in part."""
+    q[..., 71] = torch.tensor([8.0, 0.0, -8.0, 1.0])[torch.arange(q.shape[0]) % 4, None]
+    tiles = torch.cat([torch.arange(length) // 32 for length in RAGGED.k_lens])
+    k[: len(tiles), :, 71] = torch.tensor(STEPS)[tiles, None] + 0.25 * k[: len(tiles), :, 71]
+
+
+# Schedules that configs can choose beside the ones in use.
+SCHEDULES = {
     "own tiles": HALVES,
     "own tiles, more keys, no turns": replace(HALVES, config=Config(3, 48, pingpong=False, diagonal=1), q_lens=(110,), k_lens=(290,),
                                               blocks=1),
@@ -169,104 +64,49 @@ CASES = {
     "results in two parts, ragged": Case(Config(1, 32, out_parts=2), (50, 1, 77), (40, 40, 50), True, dims=(40, 232), dtype="fp16"),
     "every second exponential a polynomial": Case(Config(1, 64, polynomial=2), (70,), (300,), dtype="fp16", window=(200, None),
                                                   lse=False),
-    "causal": CAUSAL,
-    "causal, rows without keys": replace(CAUSAL, q_lens=(200,), k_lens=(90,), blocks=1),
-    "causal, a negative scale": replace(CAUSAL, scale=-0.3),
-    "causal, a scale of 0": replace(CAUSAL, scale=0.0, q_lens=(40,), k_lens=(50,)),
-    "full, results over the queries": Case(Config(2, 48, out_over_query=True), (130, 130), (100, 100), heads=(4, 2), dims=(192, 128)),
-    "window, cap, keys in use": Case(Config(1, 48, 3, False, resident=2), (77, 77, 77), (140, 140, 140), dims=(72, 40), dtype="fp16",
-                                     window=(40, 9), soft_cap=5.0, kv_lens=(140, 0, 61), blocks=1),
-    "ragged, three consumers": Case(Config(3, 32, 3), (17, 0, 230, 1, 64), (40, 9, 240, 70, 0), True, dims=(96, 96), causal=True),
-    "two stages of queries": STAGES,
-    "mask and sinks, no turns": Case(Config(2, 64, pingpong=False), (100, 100), (150, 150), heads=(4, 2), dims=(64, 96), sinks=True,
-                                     mask="dense", kv_lens=(150, 70)),
-    "ragged, everything": Case(Config(2, 32, pingpong=False, out_over_query=True, query_stages=2), (17, 0, 150, 1), (40, 9, 240, 70), True,
-                               dims=(40, 72), dtype="fp16", mask="packed", soft_cap=3.0, window=(90, None), alibi=True,
-                               variant=RelativeBias()),
 }
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_prefill(name: str, folder: Path, device: Callable[[int], None]) -> None:
-    for lazy in (False, True):
-        run(CASES[name], folder, device, lazy=lazy)
-
-
-def nonfinite(*values: float) -> Change:
-    """Values, and a key, that some rows see and others must not."""
-
-    def change(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        for i, j in enumerate((3, 31, 32, 60, 64, 99, 111, 119)):
-            v[:, j, 0, 13 * i % v.shape[-1]] = values[i % len(values)]
-        k[:, 105, 0, 5] = NAN
-
-    return change
-
-
-def nonfinite_ragged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    for i in range(0, v.shape[0], 11):
-        v[i, 0, 13 * i % v.shape[-1]] = (NAN, INF, -INF)[i % 3]
-
-
-def infinite_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Logits of inf, whose rows are NaN, and of -inf, whose keys weigh nothing, by the signs of the queries."""
-    k[:, 60, :, 7], k[:, 20, :, 9] = INF, -INF
-
-
-# Natural logits by tile of 32 keys from the left, which are walked from the right: 2^17 and 2^86 times the weights of the first tile, then
-# more than 2^128 times those before, less, and more again. The small steps end beyond fp16 where the reference does not move.
-STEPS, SMALL_STEPS = (251.0, 640.0, 250.0, 60.0, 12.0, 0.0), (40.0, 30.0, 12.0, 0.0)
-
-
-def growing(steps: tuple[float, ...]) -> Change:
-    """Logits that outgrow those of the first tile, in some rows of each warp and not in others."""
-
-    def change(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        rows = torch.arange(q.shape[1])
-        q[..., 0] = torch.tensor([8.0, 0.0, -8.0, 1.0])[rows % 4, None].expand(-1, q.shape[2])
-        tiles = torch.arange(k.shape[1]) // 32
-        k[..., 0] = torch.tensor(steps)[tiles, None].expand(-1, k.shape[2]) + 0.25 * k[..., 0]
-
-    return change
-
-
-def growing_ragged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """The same of RAGGED's requests. Their last values of a row are what boxes of 64 columns cover in part."""
-    q[..., 71] = torch.tensor([8.0, 0.0, -8.0, 1.0])[torch.arange(q.shape[0]) % 4, None]
-    tiles = torch.cat([torch.arange(length) // 32 for length in RAGGED.k_lens])
-    k[: len(tiles), :, 71] = torch.tensor(STEPS)[tiles, None] + 0.25 * k[: len(tiles), :, 71]
-
-
-# Scores made again from keys in memory.
-EARLY = replace(CAUSAL, config=Config(2, 32, 3, value_stages=2, early_keys=True), scale=-0.125)
-RAGGED = Case(Config(3, 32, 2, value_stages=3, early_keys=True), (40, 0, 170), (60, 9, 150), True, (4, 2), (72, 40), "fp16",
-              window=(None, 30), kv_lens=(60, 9, 131))
-
-POLYNOMIALS = replace(CAUSAL, config=Config(2, 32, polynomial=3, uniform=True), lse=False)
-
-CHANGES: dict[str, tuple[Case, Change]] = {
+NUMBERS: dict[str, tuple[Case, Change]] = {
     "growing, keys given back early": (EARLY, growing(tuple(-step for step in STEPS))),
     "NaN, keys given back early": (EARLY, nonfinite(NAN)),
     "infinite keys, given back early": (EARLY, infinite_keys),
     "growing ragged, keys given back early": (RAGGED, growing_ragged),
-    "NaN": (CAUSAL, nonfinite(NAN)),
-    "inf": (CAUSAL, nonfinite(INF)),
-    "all": (STAGES, nonfinite(NAN, INF, -INF)),
-    "infinite keys": (CAUSAL, infinite_keys),
     "polynomials, growing": (POLYNOMIALS, growing(STEPS)),
     "polynomials, NaN": (POLYNOMIALS, nonfinite(NAN)),
     "polynomials, infinite keys": (POLYNOMIALS, infinite_keys),
     "own tiles, NaN": (HALVES, nonfinite(NAN, INF)),
     "own tiles, growing": (HALVES, growing((*STEPS, -40.0, -41.0))),
     "own tiles of a window, inf": (EDGES, nonfinite_ragged),
-    "growing": (CAUSAL, growing(STEPS)),
-    "growing, rows without keys": (replace(CAUSAL, q_lens=(200,), k_lens=(170,)), growing(STEPS)),
-    "growing fp16": (replace(STAGES, kv_lens=(120, 100, 120)), growing(SMALL_STEPS)),
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_numbers(name: str, folder: Path, device: Callable[[int], None]) -> None:
-    case, change = CHANGES[name]
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return settings().cache_dir / "emulated"
+
+
+def both(case: Case, folder: Path, change: Change | None = None) -> None:
     for lazy in (False, True):
-        run(case, folder, device, lazy=lazy, change=change)
+        load = partial(EmulatedKernel, folder=folder, lazy=lazy, seed=1, stalls=lazy)
+        run(case, prefill_sm90, load, what=f"lazy={lazy}", change=change)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_prefill(name: str, folder: Path) -> None:
+    both(CASES[name], folder)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_numbers(name: str, folder: Path) -> None:
+    case, change = CHANGES[name]
+    both(case, folder, change)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules(name: str, folder: Path) -> None:
+    both(SCHEDULES[name], folder)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_of_schedules(name: str, folder: Path) -> None:
+    case, change = NUMBERS[name]
+    both(case, folder, change)

@@ -128,16 +128,33 @@ inline kernelgen::TensorMap decoded(uint64_t generic, int line) {
   return map;
 }
 using At = int[5];
+// The rows of a box that lie in the tensor.
+inline void require_rows(const kernelgen::TensorMap& map, const At& at, int line) {
+  const int first = std::max(at[0], 0), end = std::min(at[0] + map.box[0], map.dims[0]);
+  const int rows = kernelgen::emulated_box_bytes(map) / (map.box[0] * map.size);
+  for (int r = 0; r < rows && first < end && !tensors.empty(); ++r) {
+    uint64_t from = map.address + static_cast<uint64_t>(first) * map.size;
+    bool inside = true;
+    for (int d = 1, rest = r; d < 5; rest /= map.box[d++]) {
+      const int place = at[d] + rest % map.box[d];
+      inside = inside && place >= 0 && place < map.dims[d];
+      from += place * map.strides[d - 1];
+    }
+    if (inside) require_known(from, static_cast<size_t>(end - first) * map.size, line);
+  }
+}
 template <size_t N>
 inline void tensor_load(uint64_t target, uint64_t map, std::array<int, N> at, uint64_t barrier, uint32_t blocks, int line) {
   const kernelgen::TensorMap tensor = decoded(map, line);
   const Place to = place_of(target, line), of = place_of(barrier, line);
   const At all = {N > 0 ? at[0] : 0, N > 1 ? at[1 % N] : 0, N > 2 ? at[2 % N] : 0, N > 3 ? at[3 % N] : 0, N > 4 ? at[4 % N] : 0};
+  require_rows(tensor, all, line);
   for (int block = 0; block < emulator::cluster_blocks; ++block) {
     const bool named = blocks == 0 ? block == to.block : blocks >> block & 1;
     if (!named) continue;
     shared_at((block + 1) * emulator::kSharedBytes + to.offset, 128, line);
     shared_at((block + 1) * emulator::kSharedBytes + to.offset + kernelgen::emulated_box_bytes(tensor) - 16, 16, line);
+    mark_copied({block, to.offset}, kernelgen::emulated_box_bytes(tensor));
     kernelgen::emulated_load(N, to.offset, tensor, of.offset, blocks == 0 ? of.block : block, all);
   }
   if (blocks != 0 && blocks >> emulator::cluster_blocks != 0) fault(line, "a copy to blocks that the cluster has not", blocks);
@@ -146,7 +163,9 @@ template <size_t N, class Put>
 inline void tensor_store(uint64_t map, std::array<int, N> at, uint64_t source, int line, Put put) {
   const kernelgen::TensorMap tensor = decoded(map, line);
   const At all = {N > 0 ? at[0] : 0, N > 1 ? at[1 % N] : 0, N > 2 ? at[2 % N] : 0, N > 3 ? at[3 % N] : 0, N > 4 ? at[4 % N] : 0};
+  require_rows(tensor, all, line);
   shared_at(source + kernelgen::emulated_box_bytes(tensor) - 16, 16, line);
+  require_fence(place_of(source, line), kernelgen::emulated_box_bytes(tensor), line);
   kernelgen::emulated_store(N, tensor, place_of(source, line).offset, all, put);
 }
 template <size_t N>
@@ -157,11 +176,13 @@ inline void tensor_store(uint64_t map, std::array<int, N> at, uint64_t source, i
 inline void bulk_load(uint64_t target, uint64_t source, uint32_t bytes, uint64_t barrier, uint32_t blocks, int line) {
   if (bytes % 16 != 0) fault(line, "a bulk copy of no multiple of 16 bytes", bytes);
   pointer_at(source, 16, line);
+  require_known(source, bytes, line);
   const Place to = place_of(target, line), of = place_of(barrier, line);
   for (int block = 0; block < emulator::cluster_blocks; ++block) {
     if (!(blocks == 0 ? block == to.block : blocks >> block & 1)) continue;
     shared_at((block + 1) * emulator::kSharedBytes + to.offset, 16, line);
     const int owner = blocks == 0 ? of.block : block;
+    mark_copied({block, to.offset}, bytes);
     auto copy = [=] {
       std::memcpy(emulator::cluster_shared[block] + to.offset, reinterpret_cast<const void*>(source), bytes);
       kernelgen::EmulatedBarrier& b = emulated_barrier(of.offset, emulator::cluster_shared[owner]);
@@ -179,7 +200,9 @@ template <class Put>
 inline void bulk_store(uint64_t target, uint64_t source, uint32_t bytes, int line, Put put) {
   if (bytes % 16 != 0) fault(line, "a bulk copy of no multiple of 16 bytes", bytes);
   const unsigned char* from = shared_at(source, 16, line);
+  require_fence(place_of(source, line), bytes, line);
   unsigned char* to = pointer_at(target, 16, line);
+  require_known(target, bytes, line);
   emulator::current->open_stores.push_back([=] { put(to, from, bytes); });
 }
 }  // namespace ptx

@@ -3,6 +3,11 @@
 
 extern "C" {
 void ptx_mode(int mode, unsigned seed) { ptx::mode = mode, ptx::seed = seed; }
+// What the next launches may read and write: (begin, end) of each tensor; none: anything.
+void ptx_tensors(const uint64_t* ranges, int count) {
+  ptx::tensors.clear();
+  for (int i = 0; i < count; ++i) ptx::tensors.push_back({ranges[2 * i], ranges[2 * i + 1]});
+}
 const char* ptx_error() { return ptx::error.c_str(); }
 // A launch of packed parameters at `offsets`.
 int ptx_launch(const char* name, const unsigned* grid, const unsigned* block, const unsigned* cluster, uint32_t dynamic_bytes,

@@ -1,8 +1,11 @@
 // Launches of emulated kernels, and in the place of CUDA's driver and of CuTe-DSL's run-time library what the host side of a compiled
 // kernel calls: it finds its kernel by name, and a launch runs it at once.
-#pragma once
+#ifndef KERNELGEN_PTX_DRIVER_H  // and no #pragma once: it is read from a compiled header, and again by driver.cc
+#define KERNELGEN_PTX_DRIVER_H
 
 #include <array>
+#include <csetjmp>
+#include <csignal>
 #include <string>
 
 #include "forms.h"
@@ -23,6 +26,7 @@ std::vector<Kernel> kernels();
 inline int mode = 0;  // 1: lazily, 2: with stalls
 inline unsigned seed = 1;
 inline std::string error;
+inline bool fresh = true;  // no thread of the launch has run
 inline uint64_t ticks() {
   static uint64_t count = 0;
   return ++count;
@@ -34,6 +38,32 @@ inline const Kernel* find(const char* name) {
     if (std::strcmp(kernel.name, name) == 0) return &kernel;
   }
   return nullptr;
+}
+// A fault of a kernel ends its launch, and not the process: abort() and wild addresses come back to where the launch began.
+inline sigjmp_buf back;
+inline void stopped(int signal) { siglongjmp(back, signal); }
+inline int guarded(const std::function<void()>& body) {
+  constexpr int kSignals[] = {SIGABRT, SIGSEGV, SIGBUS};
+  struct sigaction ours {}, before[3];
+  ours.sa_handler = stopped;
+  for (int i = 0; i < 3; ++i) sigaction(kSignals[i], &ours, &before[i]);
+  const int signal = sigsetjmp(back, 1);
+  if (signal == 0) body();
+  for (int i = 0; i < 3; ++i) sigaction(kSignals[i], &before[i], nullptr);
+  if (signal != 0) {
+    if (signal != SIGABRT) std::fprintf(stderr, "ptx_emulator: an address where no memory is\n");
+    error = "a fault of the kernel, which stderr tells";
+    emulator::boxes.clear();
+  }
+  return signal != 0;
+}
+inline void run_thread(const Kernel& kernel, unsigned char* params) {
+  static emulator::Dim3 last{~0u, 0, 0};
+  const emulator::Dim3& at = emulator::block_index;
+  const emulator::Dim3 first{at.x - static_cast<unsigned>(emulator::current->rank), at.y, at.z};
+  if (fresh || first.x != last.x || first.y != last.y || first.z != last.z) forget_writes();
+  last = first, fresh = false;
+  kernel.run(params);
 }
 inline int launch(const Kernel& kernel, const unsigned* grid, const unsigned* block, const unsigned* cluster, uint32_t dynamic_bytes,
                   const std::function<const void*(size_t)>& argument) {
@@ -59,7 +89,14 @@ inline int launch(const Kernel& kernel, const unsigned* grid, const unsigned* bl
   shared_end = end;
   lines.clear();
   parts.clear();
-  emulator::launch(grid, static_cast<int>(cluster[0]), static_cast<int>(threads), mode, seed, [&] { kernel.run(params); });
-  return 0;
+  own.push_back({reinterpret_cast<uint64_t>(params), reinterpret_cast<uint64_t>(params) + bytes});
+  fresh = true;
+  emulator::patience = 100000;
+  const int result = guarded([&] {
+    emulator::launch(grid, static_cast<int>(cluster[0]), static_cast<int>(threads), mode, seed, [&] { run_thread(kernel, params); });
+  });
+  own.pop_back();
+  return result;
 }
 }  // namespace ptx
+#endif

@@ -44,6 +44,8 @@ template <> constexpr float all_ones<float> = 1.0f;
 inline void predicate(bool& p, bool value) { p = value; }
 inline void predicate(bool& p, bool& q, bool value) { p = value, q = !value; }
 template <class P, class Q>
+inline void predicates(P& p, Q& q, bool low, bool high) { set(p, low), set(q, high); }
+template <class P, class Q>
 inline void predicate(P& p, Q& q, bool value) { set(p, value), set(q, !value); }
 #define PTX_COMBINED(name, op)                                                                   \
   inline void predicate_##name(bool& p, bool value, bool other) { p = value op other; }          \

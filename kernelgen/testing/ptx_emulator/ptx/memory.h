@@ -16,6 +16,7 @@ inline Place place_of(uint64_t address, int line) {
   const uint32_t at = static_cast<uint32_t>(address), block = at / emulator::kSharedBytes;
   if (block == 0) return {emulator::current->rank, at};
   if (static_cast<int>(block) > emulator::cluster_blocks) fault(line, "no such block in the cluster", address);
+  if (emulator::block_barriers[block - 1].alive == 0) fault(line, "the shared memory of a block that has ended", block - 1);
   return {static_cast<int>(block) - 1, at % emulator::kSharedBytes};
 }
 inline uint32_t mapped(uint64_t address, uint32_t rank, int line) {
@@ -34,12 +35,34 @@ inline unsigned char* pointer_at(uint64_t address, size_t bytes, int line) {
   if (address % (bytes & -bytes) != 0) fault(line, "an unaligned address", address);
   return reinterpret_cast<unsigned char*>(address);
 }
-inline uint64_t generic_of_shared(uint64_t address, int line) {
-  const Place at = place_of(address, line);
-  return reinterpret_cast<uint64_t>(emulator::cluster_shared[at.block] + at.offset);
+// What the call may read and write: its tensors, where they are known, and what belongs to the kernel itself.
+struct Range {
+  uint64_t begin, end;
+};
+inline std::vector<Range> tensors, own;
+inline bool lies_in(const std::vector<Range>& ranges, uint64_t address, size_t bytes) {
+  for (const Range& r : ranges) {
+    if (address >= r.begin && address + bytes <= r.end) return true;
+  }
+  return false;
 }
 inline bool is_shared(uint64_t generic) {
   return generic - reinterpret_cast<uint64_t>(emulator::cluster_shared) < sizeof(emulator::cluster_shared);
+}
+inline void require_known(uint64_t address, size_t bytes, int line) {
+  constexpr size_t kStack = 256 * 1024;
+  if (tensors.empty() || lies_in(tensors, address, bytes) || lies_in(own, address, bytes) || is_shared(address)) return;
+  if (address - reinterpret_cast<uint64_t>(emulator::current->stack) < kStack) return;
+  fault(line, "an address outside of every tensor of the call", address);
+}
+inline unsigned char* global_at(uint64_t address, size_t bytes, int line) {
+  unsigned char* at = pointer_at(address, bytes, line);
+  require_known(address, bytes, line);
+  return at;
+}
+inline uint64_t generic_of_shared(uint64_t address, int line) {
+  const Place at = place_of(address, line);
+  return reinterpret_cast<uint64_t>(emulator::cluster_shared[at.block] + at.offset);
 }
 inline uint64_t shared_of_generic(uint64_t generic, int line) {
   const uint64_t at = generic - reinterpret_cast<uint64_t>(emulator::cluster_shared);
@@ -48,6 +71,34 @@ inline uint64_t shared_of_generic(uint64_t generic, int line) {
   const uint64_t offset = at % emulator::kSharedBytes;
   return block == emulator::current->rank ? offset : (block + 1) * emulator::kSharedBytes + offset;
 }
+
+// Who wrote 16 bytes of shared memory last by an ordinary store, and when: the copy engine and wgmma see that only behind a fence.proxy.async,
+// of the thread that wrote or of the one that makes them read.
+struct Written {
+  uint32_t time, thread;
+};
+inline Written written[emulator::kMaxCluster][emulator::kSharedBytes / 16];
+inline std::vector<uint32_t> fence_times;  // by thread of the cluster
+inline uint32_t now = 0;
+inline uint32_t thread_of_cluster() { return static_cast<uint32_t>(emulator::current->rank * emulator::block_threads + emulator::thread()); }
+inline void forget_writes() {
+  for (int block = 0; block < emulator::cluster_blocks; ++block) std::memset(written[block], 0, sizeof(written[block]));
+  fence_times.assign(emulator::cluster_blocks * emulator::block_threads, 0);
+}
+inline void proxy_fence() { fence_times[thread_of_cluster()] = ++now; }
+inline void mark_written(uint64_t address, size_t bytes, int line) {
+  const Place at = place_of(address, line);
+  for (size_t i = at.offset / 16; i <= (at.offset + bytes - 1) / 16; ++i) written[at.block][i] = {++now, thread_of_cluster()};
+}
+inline void require_fence(const Place& at, size_t bytes, int line) {
+  for (size_t i = at.offset / 16; i <= (at.offset + bytes - 1) / 16; ++i) {
+    const Written& by = written[at.block][i];
+    if (by.time > fence_times[by.thread] && by.time > fence_times[thread_of_cluster()]) {
+      fault(line, "the copy engine or wgmma reads what a thread stored without fence.proxy.async; the thread", by.thread);
+    }
+  }
+}
+inline void mark_copied(const Place& at, size_t bytes) { std::memset(&written[at.block][at.offset / 16], 0, (bytes + 15) / 16 * sizeof(Written)); }
 
 template <class T, class... R>
 inline void load(const unsigned char* from, R&... to) {
@@ -67,6 +118,12 @@ inline void store(unsigned char* to, R... from) {
     to += sizeof(T);
   };
   (one(from), ...);
+}
+
+template <class T, class... R>
+inline void store_shared(uint64_t address, int line, R... from) {
+  store<T>(shared_at(address, sizeof...(R) * sizeof(T), line), from...);
+  mark_written(address, sizeof...(R) * sizeof(T), line);
 }
 
 // Read, change and write in one: fibers do not interrupt each other.
@@ -93,7 +150,7 @@ inline T swapped(unsigned char* at, T expected, T value) {
 inline void copy_async(uint64_t shared, uint64_t source, int size, int bytes, int line) {
   shared_at(shared, size, line);
   if (bytes < 0 || bytes > size) fault(line, "cp.async reads more than it copies", bytes);
-  if (bytes > 0) pointer_at(source, size, line);
+  if (bytes > 0) pointer_at(source, size, line), require_known(source, bytes, line);
   emulator::copy_async(place_of(shared, line).offset, reinterpret_cast<const void*>(source), bytes, size);
 }
 inline void wait_all_copies() {

@@ -109,6 +109,7 @@ inline void store_matrices(bool transposed, int line, uint64_t address, std::arr
   meet(0xffffffffu, line);
   if (own < static_cast<int>(8 * N)) {
     unsigned char* to = shared_at(address, 16, line);
+    mark_written(address, 16, line);
     for (int c = 0; c < 8; ++c) {
       const int row = transposed ? c : own % 8, column = transposed ? own % 8 : c;
       const uint32_t pair = slots().a[row * 4 + column / 2][own / 8];

@@ -31,6 +31,7 @@ inline float operand(uint64_t descriptor, int row, int k, int line) {
     at = start + row / 8 * stride + row % 8 * width + byte % width + byte / width * leading;
   }
   if (mode != 0) at ^= (at >> 7 & (width / 16 - 1)) << 4;
+  if (at % 16 == 0) require_fence({emulator::current->rank, at}, 16, line);
   uint32_t word = 0;
   std::memcpy(&word, shared_at(at, kBytes, line), kBytes);
   return element_of<T>(word, 0);

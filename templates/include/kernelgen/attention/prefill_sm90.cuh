@@ -325,7 +325,6 @@ struct PrefillSm90 : Sm90Shape<Options> {
     Work work;
     work.warp = warp_id();
     Span span;
-    PartScores<Shape::kHalfK>& half_scores = reinterpret_cast<PartScores<Shape::kHalfK>&>(scores);
 
     const auto wait_queries = [&] {
       wait_tile(keys, k_at);
@@ -424,6 +423,7 @@ struct PrefillSm90 : Sm90Shape<Options> {
       }
       if constexpr (!kCarries) wait_queries();
       if (Shape::kHalves && own.last - tile * kBlockK <= Shape::kHalfK) {
+        PartScores<Shape::kHalfK> half_scores;
         wgmma_fence();
         multiply_keys<Shape::kHalfK>(half_scores, query_tile(shared, q_stage, group), key_tile(shared, k_at.stage));
         wgmma_commit();
@@ -431,7 +431,7 @@ struct PrefillSm90 : Sm90Shape<Options> {
         hold(half_scores);
         give_keys_back();
         using Half = PartShape<Shape, Shape::kHalfK>;
-        Rules<Half, Rows>::apply(reinterpret_cast<typename Half::Scores&>(scores), p, work, tile * kBlockK, true, 0u);
+        Rules<Half, Rows>::apply(reinterpret_cast<typename Half::Scores&>(half_scores), p, work, tile * kBlockK, true, 0u);
         softmax.step_by_maximum(half_scores, Rule::softmax_scale(p));
         if (!Options::kOutOverQuery && tile == own.begin) release_queries(shared, q_stage, group);
         softmax.pack(weights, half_scores);

@@ -58,15 +58,13 @@ inline void cp_async_arrive(uint32_t barrier) {
     arrive();
   }
 }
-// Shared memory of another block of the cluster.
-inline unsigned char* emulated_memory(uint32_t rank) { return emulator::cluster_shared[0] + cluster_address(0, rank); }
-inline void barrier_arrive_cluster(uint32_t barrier, uint32_t rank) { emulated_arrive(barrier, 0, 1, emulated_memory(rank)); }
+inline void barrier_arrive_cluster(uint32_t barrier, uint32_t rank) { emulated_arrive(barrier, 0, 1, emulator::cluster_shared[rank]); }
 inline void barrier_arrive_expect_cluster(uint32_t barrier, uint32_t rank, uint32_t bytes) {
-  emulated_arrive(barrier, static_cast<int>(bytes), 1, emulated_memory(rank));
+  emulated_arrive(barrier, static_cast<int>(bytes), 1, emulator::cluster_shared[rank]);
 }
 inline void store_chunk_cluster(uint32_t address, uint32_t rank, const uint32_t (&words)[4], uint32_t barrier) {
-  std::memcpy(emulated_memory(rank) + address, words, 16);
-  EmulatedBarrier& b = emulated_barrier(barrier, emulated_memory(rank));
+  std::memcpy(emulator::cluster_shared[0] + cluster_address(address, rank), words, 16);
+  EmulatedBarrier& b = emulated_barrier(barrier, emulator::cluster_shared[rank]);
   b.bytes -= 16;
   emulated_end_of_phase(b);
 }
