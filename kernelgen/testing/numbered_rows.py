@@ -8,14 +8,19 @@ from typing import Any
 
 import torch
 
+from kernelgen import reference as ref
+from kernelgen.dispatch.select import choose
 from kernelgen.dtypes import DTYPES
-from kernelgen.kernels.base import KernelFamily
+from kernelgen.kernels.base import KernelFamily, families
+from kernelgen.kernels.moe.layer import COMPOSITION
+from kernelgen.ops.moe import describe_moe
 from kernelgen.problems.gemm import GatheredGemmProblem, ScatteredGemmProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
 from kernelgen.testing.data import padded_rows, poison_, random_tensor
 from kernelgen.testing.grouped_products import Grouped, _check, _make, _results
 from kernelgen.testing.mma_products import problem_of, values
+from kernelgen.testing.moe_layer import oracle, plain
 from kernelgen.testing.tolerance import assert_bits_equal, assert_close_to_reference
 
 _ANY = 1 << 30  # a number behind the last group, which nobody may follow
@@ -77,3 +82,26 @@ def run_scattered(case: Grouped, tokens: int, distinct: bool, family: KernelFami
         others = torch.ones(tokens, dtype=torch.bool, device=device)
         others[numbers] = False
         assert_bits_equal(outs[0][0, others], before[0, others], what=f"{what}, rows that nobody names")
+
+
+def run_layer(c: dict[str, Any], family: KernelFamily, config: Any, target: Target, load: Load, load_others: Load) -> None:
+    """A layer of experts whose products are a family's, called twice: what comes later are tensors of other shapes, and addresses."""
+    options: dict[str, Any] = dict.fromkeys(("alpha", "limit", "bias13", "bias2", "scale13", "scale2", "shared", "expert_map", "out"))
+    problem, tensors = describe_moe(**(options | dict(gate_up="gate_first", weights_on_input=False, deterministic=True) | c))
+    steps = dict(COMPOSITION.steps(problem, target))
+    assert steps["up"].gathered
+
+    def prepare(step: str, given: Any) -> Callable[[Any], Any]:
+        p = steps[step]
+        if p.op == family.op:
+            return _bound(p, family, target, load, config, given)
+        chosen = choose(p, target, "generated", live=False).chosen
+        assert chosen is not None, step
+        other = next(f for f in families(p.op, "cuda") if f.name == chosen.kernel)
+        return other.bind(p, chosen.config, load_others(other.spec(p, target, chosen.config)), given)
+
+    run = COMPOSITION.bind(problem, tuple(steps), prepare, tensors)
+    for _ in range(2):
+        poison_(tensors.out)
+        run(tensors)
+        assert_close_to_reference(tensors.out.cpu(), ref.moe(**oracle(c)), plain(c), what=f"a layer by {family.name} {config}")

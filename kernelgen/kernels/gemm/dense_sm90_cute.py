@@ -175,12 +175,20 @@ def spec(problem: GemmProblem, target: Target, config: Config, epilogue: TracedE
                            params_type="", entries=("gemm",), target=target)
 
 
-def _regular(x: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Strides of dimensions of one entry say nothing, and the kernel checks that all are multiples of 16 bytes."""
-    unit = 16 // x.element_size()
-    last = x.dim() - 1 if x.stride(-1) == 1 else x.dim() - 2
-    strides = tuple(s if d == last or s % unit == 0 else round_up(max(1, s), unit) for d, s in enumerate(x.stride()))
-    return (lambda t: t) if strides == x.stride() else (lambda t: t.as_strided(t.shape, strides))
+def view_of(sample: torch.Tensor) -> Callable[[Any], torch.Tensor]:
+    """What a later call gives in the place of ``sample``, as the kernel takes it: moe/layer's tensors then say no more than addresses.
+    Strides of dimensions of one entry say nothing either, and the kernel checks that all are multiples of 16 bytes."""
+    unit, last = 16 // sample.element_size(), sample.dim() - (1 if sample.stride(-1) == 1 else 2)
+    strides = tuple(s if d == last or s % unit == 0 else round_up(max(1, s), unit) if n == 1 else s
+                    for d, (s, n) in enumerate(zip(sample.stride(), sample.shape)))
+    shape, dtype = sample.shape, sample.dtype
+
+    def view(x: Any) -> torch.Tensor:
+        if isinstance(x, torch.Tensor):
+            return x if x.shape == shape and x.stride() == strides else x.as_strided(shape, strides)
+        return x.memory.view(dtype).as_strided(shape, strides, (x.address - x.memory.data_ptr()) // dtype.itemsize)
+
+    return view
 
 
 def bind(problem: GemmProblem, config: Config, kernel: Any, tensors: GemmTensors) -> Callable[[GemmTensors], None]:
@@ -202,7 +210,7 @@ def _closure(config: Config, kernel: Any, tensors: Any, extra: Callable[[Any], l
              ) -> Callable[[Any], None]:
     t, function = tensors, kernel.entry("gemm")
     blocks = max(1, target_of(t.a.device).sm_count // config.blocks) if t.a.device.type == "cuda" else 1
-    a, b, out = _regular(t.a), _regular(t.b), _regular(t.out)
+    a, b, out = view_of(t.a), view_of(t.b), view_of(t.out)
 
     def run(t: Any) -> None:
         function(a(t.a), b(t.b), out(t.out), *extra(t), *numbers(t), blocks)

@@ -95,7 +95,12 @@ def _packed(value: Any, keep: list[Any]) -> _Any:
 @dataclass(frozen=True)
 class EmulatedCute(Emulated):
     """As CuteKernel: ``entry(name)`` gives a function of the arguments that the template gave its entry. The compiled host side runs: it
-    checks them, encodes tensor maps and launches, on a driver of the emulator."""
+    checks them, encodes tensor maps and launches, on a driver of the emulator.
+
+    reachable   tensors whose addresses are among the arguments as numbers; without them, what a call with such numbers reaches is not checked
+    """
+
+    reachable: tuple[torch.Tensor, ...] = ()
 
     def entry(self, name: str) -> Callable[..., None]:
         opened, _ = self._opened()
@@ -104,7 +109,9 @@ class EmulatedCute(Emulated):
         def call(*arguments: Any) -> None:
             keep: list[Any] = []
             given, result = (_Any * max(1, len(arguments)))(*(_packed(x, keep) for x in arguments)), _Any()
-            spans = [edge for x in arguments if isinstance(x, torch.Tensor) for edge in _span(x)]
+            spans = [edge for x in (*arguments, *self.reachable) if isinstance(x, torch.Tensor) for edge in _span(x)]
+            if not self.reachable and any(isinstance(x, int) and x >= 2**32 for x in arguments):  # addresses of who knows how much
+                spans = []
             opened.ptx_tensors((ctypes.c_uint64 * max(1, len(spans)))(*spans), len(spans) // 2)
             self._set(opened)
             if function(None, ctypes.byref(given), len(arguments), ctypes.byref(result)) != 0:

@@ -6,6 +6,7 @@ Numbers: tests/gpu/test_dense_sm90_cute.py.
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,3 +93,16 @@ def test_what_cannot_be_an_epilogue(function: Any, words: str) -> None:
         trace_epilogue(lambda x, ctx: x + ctx.t, {"t": torch.tensor(1.0)})
     with pytest.raises(DtypeError):
         trace_epilogue(lambda x, ctx: x, {"t": torch.zeros(3, dtype=torch.complex64)})
+
+
+def test_later_tensors_are_seen_as_the_first() -> None:
+    """Those of moe/layer have other shapes, or are addresses within memory of another type."""
+    sample = torch.arange(96.0).view(1, 6, 16)
+    view = dense_sm90_cute.view_of(sample)
+    assert view(sample) is sample and view(sample[0]).shape == (1, 6, 16) and view(sample[0]).data_ptr() == sample.data_ptr()
+    transposed = dense_sm90_cute.view_of(sample.mT)(sample)
+    assert torch.equal(transposed, sample.mT) and transposed.stride() == sample.mT.stride()
+    memory = torch.arange(8, dtype=torch.int32)
+    within = SimpleNamespace(address=memory.data_ptr() + 8, memory=memory)
+    assert dense_sm90_cute.view_of(torch.empty(4, dtype=torch.int32))(within).tolist() == [2, 3, 4, 5]
+    assert torch.equal(dense_sm90_cute.view_of(torch.empty(4))(within), memory.view(torch.float32)[2:6])

@@ -18,11 +18,13 @@ from kernelgen.kernels.gemm.grouped_sm90_cute import FAMILY, Config
 from kernelgen.settings import settings
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
+from kernelgen.testing.cuda_emulator import EmulatedKernel
 from kernelgen.testing.data import poison_
 from kernelgen.testing.grouped_products import Grouped, prepared, run_grouped
 from kernelgen.testing.installed import toolchain_installed
 from kernelgen.testing.mma_products import Product
-from kernelgen.testing.numbered_rows import run_gathered, run_scattered
+from kernelgen.testing.moe_layer import layer
+from kernelgen.testing.numbered_rows import run_gathered, run_layer, run_scattered
 from kernelgen.testing.ptx_emulator import EmulatedCute
 from kernelgen.testing.tolerance import assert_bits_equal
 
@@ -34,8 +36,8 @@ GATE = Product(0, 272, 136, "bf16", activation="swiglu", gate_up="interleaved", 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None or not toolchain_installed("cutedsl"), reason="needs g++ and CuTe-DSL")
 
 
-def _load(spec: KernelSpec) -> EmulatedCute:
-    return EmulatedCute(spec, settings().cache_dir / "emulated_ptx", lazy=True, stalls=True, seed=3)
+def _load(spec: KernelSpec, words: tuple[torch.Tensor, ...] = ()) -> EmulatedCute:
+    return EmulatedCute(spec, settings().cache_dir / "emulated_ptx", lazy=True, stalls=True, seed=3, reachable=words)
 
 
 @pytest.mark.parametrize("run, config", (
@@ -48,7 +50,7 @@ def test_against_the_reference(run: Callable[..., None], config: Config, monkeyp
     words = torch.zeros(2, dtype=torch.int32)
     monkeypatch.setattr(grouped_sm90_cute, "_SMS", 3)
     monkeypatch.setattr(counters, "counter", lambda device: (words.data_ptr(), words))
-    run(FAMILY, HOPPER, _load, config)
+    run(FAMILY, HOPPER, lambda spec: _load(spec, (words,)), config)
     assert words.tolist() == [0, 0], "the counter is left as it was found"
 
 
@@ -63,7 +65,13 @@ def test_ends_that_fall_or_leave_the_matrix(monkeypatch: pytest.MonkeyPatch) -> 
         call(t)
         return t.out.clone()
 
-    for strange, plain in (((-5, 40, 1000), (0, 40, 90)), ((70, 60, 60), (70, 70, 70)), ((400, 400, 400), (90, 90, 90)),
+    for strange, usual in (((-5, 40, 1000), (0, 40, 90)), ((70, 60, 60), (70, 70, 70)), ((400, 400, 400), (90, 90, 90)),
                            ((2**31 - 1, -(2**31), 0), (90, 90, 90))):
         given: Any = made(strange)
-        assert_bits_equal(given, made(plain), what=f"ends {strange}")
+        assert_bits_equal(given, made(usual), what=f"ends {strange}")
+
+
+def test_products_of_a_layer() -> None:
+    """What moe/layer hands to a repeated call are tensors of other shapes, and addresses within its workspace."""
+    run_layer(layer(9, 4, 2, 64, 48), FAMILY, Config(1, 1, 128, 2), HOPPER, _load,
+              lambda spec: EmulatedKernel(spec, settings().cache_dir / "emulated"))

@@ -47,12 +47,13 @@ inline int guarded(const std::function<void()>& body) {
   struct sigaction ours {}, before[3];
   ours.sa_handler = stopped;
   for (int i = 0; i < 3; ++i) sigaction(kSignals[i], &ours, &before[i]);
+  last_fault[0] = 0;
   const int signal = sigsetjmp(back, 1);
   if (signal == 0) body();
   for (int i = 0; i < 3; ++i) sigaction(kSignals[i], &before[i], nullptr);
   if (signal != 0) {
     if (signal != SIGABRT) std::fprintf(stderr, "ptx_emulator: an address where no memory is\n");
-    error = "a fault of the kernel, which stderr tells";
+    error = last_fault[0] != 0 ? last_fault : "a fault of the kernel, which stderr tells";
     emulator::boxes.clear();
   }
   return signal != 0;

@@ -28,8 +28,10 @@ using f16x2 = Pair<f16>;
 using bf16x2 = Pair<bf16>;
 struct Sink {};  // "_" as a destination
 
+inline char last_fault[200];
 [[noreturn]] inline void fault(int line, const char* what, uint64_t value = 0) {
-  std::fprintf(stderr, "ptx_emulator: line %d of the PTX: %s (%#llx)\n", line, what, static_cast<unsigned long long>(value));
+  std::snprintf(last_fault, sizeof(last_fault), "line %d of the PTX: %s (%#llx)", line, what, static_cast<unsigned long long>(value));
+  std::fprintf(stderr, "ptx_emulator: %s\n", last_fault);
   std::abort();
 }
 
