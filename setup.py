@@ -51,13 +51,14 @@ def without_comments(path: str, text: str) -> str:
 
 
 def strip_modules(folder: Path) -> None:
-    """Modules lose their comments, 28 KB of a wheel, and the docstrings of what is private, 18 KB; lines keep their numbers, which
-    tracebacks name. Both stay in a checkout."""
+    """Modules lose their comments, 28 KB of a wheel, and the docstrings of what is private, 18 KB, of all that is in kernelgen.kernels;
+    lines keep their numbers, which tracebacks name. Both stay in a checkout."""
     for path in folder.rglob("*.py"):
         with path.open(encoding="utf-8", newline="\n") as file:
             lines = file.readlines()
         comments = [t.start for t in tokenize.generate_tokens(iter(lines).__next__) if t.type == tokenize.COMMENT]
-        private = list(docstrings_of_private(ast.parse("".join(lines))))
+        internal = path.relative_to(folder).parts[0] == "kernels"  # their functions are called by dispatch alone
+        private = list(docstrings_of_private(ast.parse("".join(lines)), internal))
         for line, column in comments:
             lines[line - 1] = lines[line - 1][:column].rstrip() + "\n"
         for line in private:
@@ -65,10 +66,13 @@ def strip_modules(folder: Path) -> None:
         path.write_text("".join(lines), encoding="utf-8", newline="\n")
 
 
-def docstrings_of_private(tree: ast.Module) -> Iterator[int]:
-    """Lines of docstrings of functions and classes with names like _this, which have more than that: a decorator may read it."""
+def docstrings_of_private(tree: ast.Module, internal: bool) -> Iterator[int]:
+    """Lines of docstrings of functions and classes with names like _this, or any (internal), which have more than that: a decorator may
+    read it."""
     for node in ast.walk(tree):
-        if not isinstance(node, (ast.FunctionDef, ast.ClassDef)) or not node.name.startswith("_") or node.name.endswith("__"):
+        if not isinstance(node, (ast.FunctionDef, ast.ClassDef)) or node.name.endswith("__"):
+            continue
+        if not internal and not node.name.startswith("_"):
             continue
         first = node.body[0]
         if node.decorator_list or len(node.body) < 2 or not isinstance(first, ast.Expr) or ast.get_docstring(node, clean=False) is None:

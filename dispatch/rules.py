@@ -95,6 +95,8 @@ RULES: tuple[Rule, ...] = (
          target_kind="cuda", kernel="attention/prefill_sm90"),
     Rule("attention", "generated", 22, "prefill_sm90 in CuTe-DSL, which has not run on a GPU: where a tuning finds it faster",
          target_kind="cuda", kernel="attention/prefill_sm90_cute"),
+    Rule("paged_attention", "generated", 22, "prefill_sm90 over pages: not run on a GPU yet, so where a tuning finds it faster",
+         target_kind="cuda", kernel="attention/paged_sm90"),
     Rule("attention", "generated", 65, "long keys and fewer tasks of prefill_cpu than threads: split_cpu gives those keys, too",
          target_kind="cpu", kernel="attention/split_cpu", fits=few_tasks),
     Rule("attention", "generated", 55, "for calls whose tasks leave threads idle: this one has enough", target_kind="cpu",

@@ -120,7 +120,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
              "gemm.packed_skinny", "gemm.gemm_mma", "gemm.dense_sm90_cute"),
     "grouped_gemm": ("gemm.grouped_gemm_cpu", "gemm.grouped_sm90", "gemm.grouped_mixed_sm90", "gemm.grouped_gemm_mma",
                      "gemm.grouped_sm90_cute"),
-    "paged_attention": ("attention.paged_cpu", "attention.paged_mma"),
+    "paged_attention": ("attention.paged_cpu", "attention.paged_mma", "attention.paged_sm90"),
     "merge_states": ("attention.merge_states_cpu", "attention.merge_states_cuda"),
     "rmsnorm": ("norm.rmsnorm_cpu", "norm.rmsnorm_cuda"),
     "rope": ("rope.rope_cpu", "rope.rope_cuda"),

@@ -73,7 +73,7 @@ def shared_memory(problem: AttentionProblem, config: Config) -> int:
     return round_up(round_up(tiles + barriers, 16) + 2 * 16 + 2 * 32 + c.value_ring * 16, 128)
 
 
-def _registers(problem: AttentionProblem, config: Config) -> int:
+def registers_of(problem: AttentionProblem, config: Config) -> int:
     """Estimate for a consumer's thread: scores, weights, output, the rest."""
     return config.block_k * 3 // 4 + round_up(problem.head_dim_v, 16) // 2 + _OTHER_REGISTERS
 
@@ -83,7 +83,7 @@ def legal(problem: AttentionProblem, target: Target, config: Config) -> Verdict:
     c = config
     if not (1 <= c.consumers <= 3 and 1 <= c.resident <= 3):
         return no(f"{c.consumers} consumers, {c.resident} blocks of an SM: 1 to 3")
-    shared, registers = shared_memory(problem, c), _registers(problem, c)
+    shared, registers = shared_memory(problem, c), registers_of(problem, c)
     return first_no(
         (c.block_k % 16 == 0 and 16 <= c.block_k <= 256, f"block_k {c.block_k} is not a multiple of 16 up to 256"),
         (min(c.stages, c.value_ring) >= 2 and c.query_stages in (1, 2),
@@ -136,19 +136,24 @@ def grid(problem: AttentionProblem, target: Target) -> Iterator[Config]:
                     yield config
 
 
-def spec(problem: AttentionProblem, target: Target, config: Config) -> KernelSpec:
-    """The specialisation: dtype, head dims, features in use and config; nothing that varies per call."""
+def described(problem: AttentionProblem, config: Config) -> tuple[dict[str, Any], list[str]]:
+    """(parameters, words of the name) of a specialisation: dtype, head dims, features in use and config; nothing that varies per call."""
     p, c = problem, replace(config, section=Config.section)  # which is a scalar
     tile = mma.Config(c.block_q, c.block_k, 4 * c.consumers, c.stages)
     parameters = mma.options(
         p, tile, ragged=p.layout == "ragged", kv_lens=p.kv_lens, out_element=p.out_dtype, shared_memory=shared_memory(p, c),
         value_stages=c.value_ring, early_keys=c.early_keys, pingpong=c.pingpong, out_over_query=c.out_over_query,
         query_stages=c.query_stages, resident=c.resident, diagonal=c.diagonal, polynomial=c.polynomial, uniform=c.uniform,
-        longest_first=c.longest_first, out_parts=c.out_parts, multicast=c.multicast,
+        longest_first=c.longest_first, out_parts=c.out_parts, multicast=c.multicast, page_rows=0,
         mma_columns=" ".join(str(n) for n in sorted({c.block_k, c.block_k // (2 if c.diagonal == 2 else 1), round_up(p.head_dim_v, 16)})))
-    words = mma.words_of(parameters, tile)[:-len(str(tile).split())]
+    return parameters, [*mma.words_of(parameters, tile)[:-len(str(tile).split())], *str(c).split()]
+
+
+def spec(problem: AttentionProblem, target: Target, config: Config) -> KernelSpec:
+    """The specialisation of a config."""
+    parameters, words = described(problem, config)
     return KernelSpec.make(
-        "_".join([ENTRY, *words, *str(c).split()]), "attention/prefill_sm90.cu.jinja", "nvrtc", parameters,
+        "_".join([ENTRY, *words]), "attention/prefill_sm90.cu.jinja", "nvrtc", parameters,
         params=PARAMS, params_type="kernelgen::PrefillSm90Params", entries=(ENTRY,), target=target,
     )
 

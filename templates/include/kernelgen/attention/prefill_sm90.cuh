@@ -13,9 +13,8 @@
 // P never leaves the registers: the layout of S is that of an A operand.
 #pragma once
 
-#include <kernelgen/attention/mma_dense.cuh>
 #include <kernelgen/attention/mma_store.cuh>
-#include <kernelgen/attention/sm90_params.cuh>
+#include <kernelgen/attention/sm90_dense.cuh>
 #include <kernelgen/attention/sm90_softmax.cuh>
 #include <kernelgen/attention/sm90_values.cuh>
 #include <kernelgen/sm90/control.cuh>
@@ -23,11 +22,12 @@
 
 namespace kernelgen {
 
-template <class Options>
+// `Layout` says where rows, keys and values are: DenseSm90, or PagedSm90 of paged_sm90.cuh.
+template <class Options, template <class> class Layout = DenseSm90>
 struct PrefillSm90 : Sm90Shape<Options> {
   using Shape = Sm90Shape<Options>;
-  using Params = PrefillSm90Params;
-  using Rows = DenseRows<Shape, Params>;
+  using Rows = Layout<Shape>;
+  using Params = typename Rows::Params;
   using Work = typename Rows::Work;
   using Rule = Rules<Shape, Rows>;
   using Tiles = TileValues<Shape, Rows>;
@@ -138,18 +138,24 @@ struct PrefillSm90 : Sm90Shape<Options> {
       const Span span = span_of(p, work);
       if (span.begin >= span.end) continue;
       const int request = Shape::kRagged ? 0 : work.request, kv_head = Rows::kv_head(p, work);
+      typename Rows::Places places;  // of the tile whose keys come next
       auto load_keys = [&](int tile) {
+        places.find(p, work, tile);
         keys.wait_empty(k_at);
-        if (issues) {
+        if constexpr (Rows::kPaged) {
+          places.load_keys(p, work, key_tile(shared, k_at.stage), keys.full(k_at.stage));
+        } else if (issues) {
           keys.expect(k_at, Shape::kKeyBytes);
           load_keys_tile<Shape::kKeyBoxes, KeyBox::kBytes>(
               key_tile(shared, k_at.stage), p.map_k, keys.full(k_at.stage), work.k_start + tile * kBlockK, kv_head, request);
         }
         k_at.advance();
       };
-      auto load_values = [&](int tile) {
+      auto load_values = [&](int tile, const typename Rows::Places& at) {
         values.wait_empty(v_at);
-        if (issues) {
+        if constexpr (Rows::kPaged) {
+          at.load_values(p, work, value_tile(shared, v_at.stage), values.full(v_at.stage));
+        } else if (issues) {
           values.expect(v_at, Shape::kValueBytes);
           load_keys_tile<Shape::kValueBoxes, Values::kBoxBytes>(
               value_tile(shared, v_at.stage), p.map_v, values.full(v_at.stage), work.k_start + tile * kBlockK, kv_head, request);
@@ -169,10 +175,11 @@ struct PrefillSm90 : Sm90Shape<Options> {
       }
       q_at.advance();
       for (int tile = span.end - 2; tile >= span.begin; --tile) {
+        const typename Rows::Places of_values = places;
         load_keys(tile);
-        load_values(tile + 1);
+        load_values(tile + 1, of_values);
       }
-      load_values(span.begin);
+      load_values(span.begin, places);
     }
     if (deals) dealer.finish(p);
   }
@@ -203,6 +210,13 @@ struct PrefillSm90 : Sm90Shape<Options> {
 
   // ---- A consumer ---------------------------------------------------------------------------------------------------
 
+  // What threads wrote, the tensor core has to see.
+  template <class Ring>
+  __device__ static void wait_tile(const Ring& ring, const typename Ring::Position& at) {
+    ring.wait_full(at);
+    if constexpr (Shape::kGathers) tma_store_fence();
+  }
+
   // What all lanes have alike. ptxas does not see that stages are, and moves each descriptor to uniform registers by itself, just in time.
   __device__ static uint32_t uniform(uint32_t x) { return Options::kUniform ? __shfl_sync(kFullWarp, x, 0) : x; }
 
@@ -222,13 +236,15 @@ struct PrefillSm90 : Sm90Shape<Options> {
     const int lane = lane_id();
 #pragma unroll
     for (int i = 0; i < Shape::kScoreCount; ++i) scores[i] = 0.0f;
-    const T* k = static_cast<const T*>(p.k) + work.request * p.k_batch + Rows::kv_head(p, work) * p.k_head + lane % 4 * 2;
     // A few keys at a time: the products under way leave few registers.
     constexpr int kKeys = Options::kEarlyKeys ? 8 : 16;
 #pragma unroll
     for (int n = 0; n < kBlockK / kKeys; ++n) {
       const int key = first_key + 8 * n + lane / 4;
-      const T* chunk = k + int64_t{work.k_start + key} * p.k_row;
+      const T* chunk = nullptr;
+      if constexpr (Options::kEarlyKeys) {
+        if (key < work.seq_k) chunk = Rows::key_row(p, work, key) + lane % 4 * 2;
+      }
 #pragma unroll 1
       for (int step = 0; step < Shape::kDepthSteps; ++step, chunk += 16) {
         const int box = step / 4, column = step % 4 * 2;
@@ -311,7 +327,7 @@ struct PrefillSm90 : Sm90Shape<Options> {
     Span span;
 
     const auto wait_queries = [&] {
-      keys.wait_full(k_at);
+      wait_tile(keys, k_at);
       barrier_wait(queries_full(shared, q_at.stage, group), q_at.parity);
       if (edited) edit_queries(p, query_tile(shared, q_at.stage, group), group);
     };
@@ -330,7 +346,7 @@ struct PrefillSm90 : Sm90Shape<Options> {
     };
     // Waits for the values of a tile, which are finite where some row must not see them.
     const auto wait_values = [&](int tile) {
-      values.wait_full(v_at);
+      wait_tile(values, v_at);
       if constexpr (kChecks) {
         if (!span.partial(tile)) return;
         barrier_wait(checked(shared, v_at.stage), v_at.parity);
@@ -431,7 +447,7 @@ struct PrefillSm90 : Sm90Shape<Options> {
       q_at.advance();
 
       for (--tile; tile >= own.begin; --tile) {
-        keys.wait_full(k_at);
+        wait_tile(keys, k_at);
         wait_values(tile + 1);
         take_turn(group);
         hold(output);

@@ -12,6 +12,7 @@
 //   kPolynomial    every so many-th exponential is a polynomial: see sm90_softmax.cuh; 0: none
 //   kMulticast     two blocks, a cluster, have neighbouring row tiles of a head (1), or one row tile of neighbouring heads of a group (2): each
 //                  loads half of every tile of keys and values, for both
+//   kPageRows      paged: rows of a box that comes from a page, see paged_sm90.cuh; 0: keys are not paged
 //   kUniform       addresses of tiles are made uniform once a product
 //   kLongestFirst  ragged: see sm90_tiles.cuh
 //   kQueryStages   2: the next row tile's queries come while this one's are in use, and its first scores are made beside this one's last product
@@ -64,8 +65,11 @@ struct Sm90Shape : AttentionShape<Options> {
   static constexpr int kBlocks = Options::kMulticast == 0 ? 1 : 2;
   static constexpr int kPairRows = Options::kMulticast == 1 ? 2 : 1, kPairHeads = Options::kMulticast == 2 ? 2 : 1;  // of a cluster
   static_assert(kPairRows == 1 || !(Base::kWindowed || Options::kRagged), "both blocks have the same keys");
-  using KeyRing = Pipeline<kStages, Options::kWarps, kBlocks>;
-  using ValueRing = Pipeline<kValueStages, Options::kWarps + kCheckers, kBlocks>;
+  // Keys and values that lanes of the copying warp bring row by row, in place of the copy engine.
+  static constexpr bool kGathers = Options::kPageRows % 8 != 0;
+  static constexpr int kFillers = kGathers ? kWarpSize : 1;
+  using KeyRing = Pipeline<kStages, Options::kWarps, kBlocks, kFillers>;
+  using ValueRing = Pipeline<kValueStages, Options::kWarps + kCheckers, kBlocks, kFillers>;
   // Of a cluster the first block's copying warp deals, and the second one's reads.
   static constexpr int kReaders = kBlocks * (Options::kWarps + kCheckers) + kBlocks - 1;
   using Slots = RowTileSlots<kReaders>;
@@ -78,7 +82,7 @@ struct Sm90Shape : AttentionShape<Options> {
 
   // A warpgroup begins with what a launch of kThreads gives each; the copying one leaves most of it to the others.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * Options::kResident) / 8 * 8;
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
+  static constexpr int kProducerRegisters = kGathers ? 48 : kConsumers == 3 ? 32 : 24;
   static constexpr int kConsumerRegisters =
       min_of(240, (min_of(kLaunchRegisters, 240) * (kConsumers + 1) - kProducerRegisters) / kConsumers / 8 * 8);
 

@@ -17,7 +17,8 @@
 
 namespace kernelgen {
 
-// Slots of eight words: first query (-1: no more tiles), head, request, lengths and first rows of its queries and keys.
+// Slots of eight words: first query (-1: no more tiles), head, request, (paged) rows of it that q has, lengths and first rows of its queries
+// and keys.
 template <int Readers>
 struct RowTileSlots : Pipeline<2, Readers> {
   using Base = Pipeline<2, Readers>;
@@ -63,6 +64,7 @@ struct RowTileReader {
     work.q_start = static_cast<int>(second[2]);
     work.k_start = static_cast<int>(second[3]);
     work.value_column = 0;
+    if constexpr (Rows::kPaged) work.rows = static_cast<int>(first[3]);
     if (work.first_query < 0) return false;
     if constexpr (Shape::kPairRows > 1) work.first_query += rank * Shape::kBlockQ;
     if constexpr (Shape::kPairHeads > 1) work.head_ += rank;
@@ -85,12 +87,17 @@ struct RowTileDealer {
 
   // The next tile, handed out. False, and the others are told, when there is none.
   __device__ bool next(const Params& p, Work& work) {
-    const bool found = Shape::kRagged ? find_ragged(p, work) : find_dense(p, work);
+    bool found;
+    if constexpr (Shape::kRagged) {
+      found = find_ragged(p, work);
+    } else {
+      found = find_dense(p, work);
+    }
     if (!found) work.first_query = -1;
     slots.wait_empty(at);
     __syncwarp();
     if (lane_id() < Shape::kBlocks) {
-      const uint32_t first[4] = {static_cast<uint32_t>(work.first_query), static_cast<uint32_t>(work.head_), static_cast<uint32_t>(work.request), 0};
+      const uint32_t first[4] = {static_cast<uint32_t>(work.first_query), static_cast<uint32_t>(work.head_), static_cast<uint32_t>(work.request), rows_of(work)};
       const uint32_t second[4] = {static_cast<uint32_t>(work.seq_q), static_cast<uint32_t>(work.seq_k), static_cast<uint32_t>(work.q_start),
                                   static_cast<uint32_t>(work.k_start)};
       if constexpr (Shape::kBlocks == 1) {
@@ -121,6 +128,11 @@ struct RowTileDealer {
     p.counter[1] = 0;
   }
 
+  __device__ static uint32_t rows_of(const Work& work) {
+    if constexpr (Rows::kPaged) return static_cast<uint32_t>(work.rows);
+    return 0;
+  }
+
   __device__ static void cut_keys(const Params& p, Work& work) {
     if constexpr (Shape::kKvLens) work.seq_k = min(max(p.kv_lens[work.request], 0), work.seq_k);
   }
@@ -142,13 +154,13 @@ struct RowTileDealer {
   }
 
   __device__ static int tiles_of(const Params& p, int request) {
-    return request < p.batch ? ceil_div(p.cu_seqlens_q[request + 1] - p.cu_seqlens_q[request], kBlockQ) : 0;
+    return request < p.batch ? ceil_div(Rows::num_queries(p, request), kBlockQ) : 0;
   }
 
   // 32 requests from `scanned` on, by falling numbers of keys: a bitonic sort over the lanes of (64s of keys, lane).
   __device__ void sort_requests(const Params& p) {
     const int own = scanned + lane_id();
-    const int keys = own < p.batch ? p.cu_seqlens_k[own + 1] - p.cu_seqlens_k[own] : 0;
+    const int keys = own < p.batch ? Rows::num_keys(p, own) : 0;
     int key = ceil_div(keys, 64) * kWarpSize + kWarpSize - 1 - lane_id();
 #pragma unroll
     for (int run = 2; run <= kWarpSize; run *= 2) {
@@ -185,10 +197,7 @@ struct RowTileDealer {
         tile -= __shfl_sync(kFullWarp, through, lane) - tiles;
         work.request = Shape::kLongestFirst ? __shfl_sync(kFullWarp, b, lane) : scanned + lane;
         work.first_query = (Shape::kBoundedRight ? tiles - 1 - tile : tile) * kBlockQ;
-        work.q_start = p.cu_seqlens_q[work.request];
-        work.k_start = p.cu_seqlens_k[work.request];
-        work.seq_q = p.cu_seqlens_q[work.request + 1] - work.q_start;
-        work.seq_k = p.cu_seqlens_k[work.request + 1] - work.k_start;
+        Rows::find_request(p, work);
         cut_keys(p, work);
         return true;
       }

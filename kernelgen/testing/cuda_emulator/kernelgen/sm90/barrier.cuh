@@ -44,6 +44,20 @@ inline void emulated_arrive(uint32_t barrier, int bytes, int arrivals = 1, unsig
 inline void barrier_arrive(uint32_t barrier) { emulated_arrive(barrier, 0); }
 inline void barrier_arrive(uint32_t barrier, int arrivals) { emulated_arrive(barrier, 0, arrivals); }
 inline void barrier_arrive_expect(uint32_t barrier, uint32_t bytes) { emulated_arrive(barrier, static_cast<int>(bytes)); }
+// When the cp.async copies of this thread are done: in a lazy run when the barrier is waited for.
+inline void cp_async_arrive(uint32_t barrier) {
+  emulator::Fiber& f = *emulator::current;
+  auto arrive = [barrier, copies = std::move(f.open), memory = emulator::dynamic_shared] {
+    for (const emulator::Copy& copy : copies) emulator::land(copy);
+    emulated_arrive(barrier, 0, 1, memory);
+  };
+  f.open.clear();
+  if (emulator::lazy_copies) {
+    emulator::boxes.push_back({emulator::in_cluster(f.rank, barrier), arrive});
+  } else {
+    arrive();
+  }
+}
 inline void barrier_arrive_cluster(uint32_t barrier, uint32_t rank) { emulated_arrive(barrier, 0, 1, emulator::cluster_shared[rank]); }
 inline void barrier_arrive_expect_cluster(uint32_t barrier, uint32_t rank, uint32_t bytes) {
   emulated_arrive(barrier, static_cast<int>(bytes), 1, emulator::cluster_shared[rank]);
