@@ -58,8 +58,8 @@ class Config:
 
 
 # Bytes of an element -> (most columns of keys or values, config, that of calls with more to hold: see _heavy), narrowest first: what fits
-# in 255 registers and 99 KB of shared memory (sm_80, sm_90a and sm_120 by Triton 3.6 and 3.9). 128 columns of 16 bits by 64 x 64 and 4
-# warps take 255 registers, and with masks spill 0.8 - 1 KB.
+# in 255 registers and 99 KB of shared memory (sm_80, sm_90a and sm_120 by Triton 3.6 and 3.9; what spills: the design note). With 128
+# columns of 16 bits 64 x 64 and 4 warps take 255 registers, and with masks spill 0.8 - 1 KB.
 TABLE: dict[int, tuple[tuple[int, Config, Config], ...]] = {
     2: ((64, Config(64, 64, 4, 2), Config(64, 64, 8, 2)), (128, Config(64, 64, 8, 2), Config(64, 32, 8, 2)),
         (256, Config(32, 32, 8, 2), Config(32, 32, 8, 2)), (576, Config(16, 32, 8, 2), Config(16, 32, 8, 2))),
