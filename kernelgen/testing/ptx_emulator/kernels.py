@@ -97,7 +97,8 @@ class EmulatedCute(Emulated):
     """As CuteKernel: ``entry(name)`` gives a function of the arguments that the template gave its entry. The compiled host side runs: it
     checks them, encodes tensor maps and launches, on a driver of the emulator.
 
-    reachable   tensors whose addresses are among the arguments as numbers; without them, what a call with such numbers reaches is not checked
+    reachable   tensors whose addresses are among the arguments as numbers; without them a call with such numbers is not checked for what
+                it reaches
     """
 
     reachable: tuple[torch.Tensor, ...] = ()
