@@ -41,7 +41,7 @@ ENTRY = "attention_paged_sm90"
 
 _BOX = 64  # columns of a box: 128 bytes
 _ATOM = 8  # rows that the copy engine swizzles together
-_GATHERING_REGISTERS = 48  # Sm90Shape::kProducerRegisters where rows are copied one by one
+_GATHERING_REGISTERS = 40  # Sm90Shape::kProducerRegisters where rows are copied one by one
 _MAX_POSITION = 1 << 29  # positions plus windows stay within int32
 
 
@@ -97,8 +97,9 @@ def candidates(problem: PagedAttentionProblem, target: Target) -> Iterator[Confi
     p = problem
 
     def pieces(config: Config) -> bool:
-        """Do tiles cut pages into smaller boxes than they need?"""
-        return 1 < page_rows(p, config) < min(_BOX, p.page_size)
+        """Do tiles cut pages into smaller boxes than they need? 80 keys beside D 256 leave no registers for single rows."""
+        rows = page_rows(p, config)
+        return rows < min(_BOX, p.page_size) if rows > 1 else config.block_k % _BOX != 0
 
     return (c for c in sorted(prefill_sm90.candidates(_ragged(p), target), key=pieces) if legal(p, target, c))
 

@@ -42,7 +42,7 @@ CASES: dict[str, tuple[Planned, Config]] = {
                            soft_cap=5.0, poison=(INF,)), Config(1, 48, 3, False, resident=2)),
     "boxes of 8, longest first": (Planned((30, 0, 200, 1, 65), (40, 9, 240, 70, 65), page_size=24, dims=(96, 96)),
                                   Config(3, 32, 3, longest_first=True)),
-    "pages of 1": (Planned((70, 1, 0, 34), (90, 60, 40, 20), heads=(3, 1), page_size=1, dims=(64, 72), poison=(NAN, -INF)), Config(2, 48)),
+    "pages of 1": (Planned((70, 1, 0, 34), (90, 60, 40, 20), heads=(3, 1), page_size=1, dims=(72, 64), poison=(NAN, -INF)), Config(2, 48)),
     "pages of 5, everything": (Planned((50, 17), (150, 64), page_size=5, dims=(64, 128), mask="packed", soft_cap=3.0, alibi=True,
                                        sinks=True, window=(90, None), causal=False, variant=RelativeBias()), Config(1, 32, pingpong=False)),
 }

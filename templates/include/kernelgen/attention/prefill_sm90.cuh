@@ -151,7 +151,8 @@ struct PrefillSm90 : Sm90Shape<Options> {
         }
         k_at.advance();
       };
-      auto load_values = [&](int tile, const typename Rows::Places& at) {
+      auto load_values = [&](int tile, typename Rows::Places at) {
+        if constexpr (Shape::kGathers) at.find(p, work, tile);  // again: there are no registers to keep them in
         values.wait_empty(v_at);
         if constexpr (Rows::kPaged) {
           at.load_values(p, work, value_tile(shared, v_at.stage), values.full(v_at.stage));

@@ -82,7 +82,7 @@ struct Sm90Shape : AttentionShape<Options> {
 
   // A warpgroup begins with what a launch of kThreads gives each; the copying one leaves most of it to the others.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * Options::kResident) / 8 * 8;
-  static constexpr int kProducerRegisters = kGathers ? 48 : kConsumers == 3 ? 32 : 24;
+  static constexpr int kProducerRegisters = kGathers ? 40 : kConsumers == 3 ? 32 : 24;
   static constexpr int kConsumerRegisters =
       min_of(240, (min_of(kLaunchRegisters, 240) * (kConsumers + 1) - kProducerRegisters) / kConsumers / 8 * 8);
 
