@@ -170,8 +170,10 @@ def _plain(value: Any) -> bool:
 
 
 def _like(config: Any, values: dict[str, Any]) -> Any:
-    """A config of the same kind with other values; None where its fields are not these."""
-    if {f.name for f in fields(config)} != set(values):
+    """A config of the same kind with other values; None where its fields are not these. A field that came after they were measured has its
+    default, which is what kernels did without it."""
+    known = {f.name: f for f in fields(config)}
+    if not set(values) <= set(known) or any(known[name].default is MISSING for name in set(known) - set(values)):
         return None
     parts: dict[str, Any] = {}
     for name, value in values.items():

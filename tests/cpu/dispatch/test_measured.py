@@ -91,6 +91,17 @@ def test_configs_that_mean_nothing_here_are_left_out() -> None:
     assert decision.chosen is not None and decision.chosen.backend == "torch"
 
 
+def test_a_config_that_has_a_field_more_since() -> None:
+    """What was measured before has its default: times stay those of the kernel that they were taken of."""
+    from kernelgen.kernels.attention.prefill_sm90_configs import Config
+
+    now = Config(2, 128, 2)
+    before = {name: value for name, value in asdict(now).items() if name not in ("early_keys", "multicast")}
+    assert measured._like(Config(3, 64), before) == now
+    assert measured._like(now, {**before, "of_another_release": 1}) is None
+    assert measured._like(now, {name: value for name, value in before.items() if name != "block_k"}) is None, "which has no default"
+
+
 def test_another_release_makes_the_whole_bucket_stale() -> None:
     _save(_measurement("generated", "gemm/gemm_cpu", 80.0), _measurement("torch", "", 20.0, release="1.0"))
     decision = kernelgen.explain("gemm", _A, _B)
