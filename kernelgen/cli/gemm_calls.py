@@ -16,6 +16,7 @@ from kernelgen.cli.options import (
     NONDETERMINISTIC,
     Call,
     Dims,
+    EpilogueName,
     Form,
     Options,
     choice,
@@ -109,7 +110,7 @@ def _gemm(o: Options) -> Call:
     if o["batched_b"] and not lead:
         raise click.UsageError("--batched-b: got no --batch, expected one: b has the leading dimension of a")
     a = _matrix((*lead, m, k), o["a_order"], o["dtype"], grad=o["grad"])
-    return Call((a, _weight(o, lead if o["batched_b"] else (), k, n)), _features(o, lead, m, n, k))
+    return Call((a, _weight(o, lead if o["batched_b"] else (), k, n)), _features(o, lead, m, n, k) | {"epilogue": o["epilogue"]})
 
 
 def _grouped(o: Options, *, masked: bool) -> Call:
@@ -131,7 +132,10 @@ def _quantize_fp8(o: Options) -> Call:
 FORMS: dict[str, Form] = {
     "gemm": Form("activation(a @ b + bias) + beta * c.", (
         click.option("--mnk", type=Dims("M,N,K", example="512,4096,4096"), required=True, help="Extents; N is that of b."),
-        *_ORDERS, number("--batch", "a is (BATCH, M, K)."), flag("--batched-b", "b is (BATCH, K, N)."), *_EPILOGUE,
+        *_ORDERS, number("--batch", "a is (BATCH, M, K)."), flag("--batched-b", "b is (BATCH, K, N)."),
+        click.option("--epilogue", type=EpilogueName(), is_flag=False, flag_value=EpilogueName.plain,
+                     help="With a kernelgen.epilogue: an importable one, or a function that makes it (default: one that changes nothing)."),
+        *_EPILOGUE,
     ), _gemm),
     "grouped_gemm": Form("One product per group of rows, or of K.", (
         click.option("--mnk", type=Dims("M,N,K", example="4096,4096,7168"), required=True, help="Extents; what is grouped is counted "

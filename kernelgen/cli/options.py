@@ -96,27 +96,49 @@ class Dtype(click.ParamType):
             self.fail(str(error), param, ctx)
 
 
-class VariantName(click.ParamType):
-    """MODULE:NAME of a variant, or of a function without arguments that makes one; nothing: one that changes nothing."""
+class _FunctionName(click.ParamType):
+    """MODULE:NAME of a variant or an epilogue, or of a function without arguments that makes one; nothing: one that changes nothing."""
 
     name = "[MODULE:NAME]"
     plain = "plain"
+    what: str  # the function of kernelgen that makes such a thing
+
+    def kind(self) -> tuple[type, Any]:
+        """(its class, one that changes nothing)."""
+        raise NotImplementedError
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        from kernelgen.reference.masks import Variant
-
+        kind, nothing = self.kind()
         if value == self.plain:
-            return Variant()
+            return nothing
         module, _, name = str(value).partition(":")
         try:
             found = getattr(import_module(module), name)
-            made = found if isinstance(found, Variant) else found()
+            made = found if isinstance(found, kind) else found()
         except (ImportError, AttributeError, TypeError, ValueError) as error:
-            self.fail(f"got {value!r}, expected MODULE:NAME of a kernelgen.variant, or of a function without arguments that makes one: "
+            self.fail(f"got {value!r}, expected MODULE:NAME of a {self.what}, or of a function without arguments that makes one: "
                       f"{error}", param, ctx)
-        if not isinstance(made, Variant):
-            self.fail(f"got {value!r}, which is a {type(made).__name__}, expected a kernelgen.variant", param, ctx)
+        if not isinstance(made, kind):
+            self.fail(f"got {value!r}, which is a {type(made).__name__}, expected a {self.what}", param, ctx)
         return made
+
+
+class VariantName(_FunctionName):
+    what = "kernelgen.variant"
+
+    def kind(self) -> tuple[type, Any]:
+        from kernelgen.reference.masks import Variant
+
+        return Variant, Variant()
+
+
+class EpilogueName(_FunctionName):
+    what = "kernelgen.epilogue"
+
+    def kind(self) -> tuple[type, Any]:
+        from kernelgen.variants.epilogue_function import EpilogueFunction
+
+        return EpilogueFunction, EpilogueFunction(lambda x, ctx: x)
 
 
 def flag(name: str, help: str = "") -> Callable[..., Any]:

@@ -269,7 +269,7 @@ def _describe(a: torch.Tensor, b: Weight, scale_a: torch.Tensor | None, scale_b:
         alignment=alignment_of_operands(a3, b3), out_alignment=alignment_of(c3, out3), **words,
     )
     out_scale = scale_view(e.out_scale, result.scale)
-    words_of = None if e.function is None else e.function.words(a.device)
+    words_of = None if e.function is None or a.device.type == "meta" else e.function.words(a.device)
     tensors = GemmTensors(a3, b3, out3, e.bias, c3, beta_of(e), view_a, view_b, zero, out_scale, epilogue=e.function, words=words_of)
     return Described(problem, tensors, result)
 

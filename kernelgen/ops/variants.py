@@ -41,8 +41,9 @@ def check_has_lse(variant: Any) -> None:
 
 
 def bind_words(variant: Any, traced: Any, device: torch.device) -> torch.Tensor | None:
-    """The argument block of a variant's extra tensors and scalars on the device, None without a traced variant."""
-    if traced is None or isinstance(traced, str):
+    """The argument block of a variant's extra tensors and scalars on the device; None without a traced variant, and of a call that is only
+    described, whose extra values may lie anywhere."""
+    if traced is None or isinstance(traced, str) or device.type == "meta":
         return None
     from kernelgen.variants import bind_words as bind
 

@@ -52,3 +52,6 @@ def epilogue_named(name: str, batch: int, m: int, outputs: int, seed: int, devic
     scalars = {"alpha": 0.75} if name in ("silu", "gate") else {}
     return kernelgen.epilogue(_FUNCTIONS[name], tensors=_values(batch, m, outputs, seed, device)[name], scalars=scalars,
                               gated=name == "gate", name=name)
+
+
+halved = kernelgen.epilogue(lambda x, ctx: 0.5 * x + ctx.shift[ctx.column], tensors={"shift": torch.zeros(3)}, name="halved")

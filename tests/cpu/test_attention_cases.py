@@ -38,7 +38,7 @@ def test_a_failure_shrinks_to_what_it_needs() -> None:
 
 
 def test_a_wrong_result_is_reported_with_its_seed_and_a_smaller_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(p: Problem, device: str) -> None:
+    def wrong(p: Problem, device: str, backend: str) -> None:
         assert max(p.k_lens) < 5, f"{p}: wrong"
 
     spec = specs(156)[0]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+import kernelgen
 from kernelgen.cli import cli
 from kernelgen.cli.calls import FORMS
 from kernelgen.cli.decide import decide as _decide
@@ -26,6 +27,7 @@ from kernelgen.problems.paged import PagedAttentionProblem
 from kernelgen.problems.quantize import QuantizeProblem
 from kernelgen.problems.rows import RmsNormProblem, SiluAndMulProblem
 from kernelgen.reference.masks import Variant
+from kernelgen.testing.epilogues import halved
 from kernelgen.variants import sigmoid, trace
 
 ROOT = Path(__file__).parent.parent.parent
@@ -72,6 +74,8 @@ REACHED: dict[type, dict[str, dict[str, Any]]] = {
         f"{GEMM} --out-scale row": dict(out_scale="row"), f"{GEMM} --accumulate fast": dict(accumulate="fast"),
         f"{GEMM} --nondeterministic": dict(deterministic=False), f"{GEMM} --alignment 2": dict(alignment=2),
         f"{GEMM} --out-alignment 4": dict(out_alignment=4),
+        f"{GEMM} --epilogue": dict(activation="function", epilogue=kernelgen.epilogue(lambda x, ctx: x).traced),
+        f"{GEMM} --epilogue kernelgen.testing.epilogues:halved": dict(epilogue=halved.traced),
         f"{GEMM} --grad": dict(requires_grad=True),
         f"{GEMM} --weight int4 --group-size 32 --weight-scale-dtype fp32 --zero-points": dict(
             weight_format="int4", b_dtype="int4", b_order="col", group_size=32, scale_dtype="fp32", zero_points=True),
@@ -214,7 +218,8 @@ def test_every_field_of_a_problem_can_be_described(kind: type) -> None:
         assert type(problem) is kind
         assert {name: getattr(problem, name) for name in values} == values, arguments
         seen |= values.keys()
-    assert not {f.name for f in fields(kind)} - seen
+    ungrouped = {"epilogue"} if kind is GroupedGemmProblem else set()  # of dense products alone
+    assert not {f.name for f in fields(kind)} - seen - ungrouped
 
 
 @pytest.mark.parametrize("arguments, words", [
@@ -235,6 +240,7 @@ def test_every_field_of_a_problem_can_be_described(kind: type) -> None:
     ("explain paged_attention --q-heads 4 --head-dim 64", "got no --kv-lens"),
     ("explain paged_attention --q-heads 4 --head-dim 64 --kv-lens 5,6 --q-lens 1", "got 1 query lengths and 2"),
     ("explain attention --q 1,8,2,64 --variant kernelgen:nothing", "'--variant'.*got 'kernelgen:nothing', expected MODULE:NAME"),
+    ("explain gemm --mnk 4,5,6 --epilogue math:pi", "expected MODULE:NAME of a kernelgen.epilogue"),
     ("explain attention --q 1,8,2,64 --variant math:pi", "expected MODULE:NAME"), ("explain mla --heads 4", "got no --kv-lens"),
     ("explain append_kv --tokens 4 --kv-heads 2", "--head-dim"),
     ("explain rope --q 4,8", "expected 3 whole numbers T,HQ,D"), ("explain merge_states --outs 1,2,3", "expected 4 whole numbers N,T,H,D"),
