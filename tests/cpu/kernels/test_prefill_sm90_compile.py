@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,12 +24,12 @@ from kernelgen.kernels.attention import prefill_sm90
 from kernelgen.kernels.attention.prefill_sm90_configs import TABLE as ROWS
 from kernelgen.kernels.attention.prefill_sm90_configs import Config
 from kernelgen.problems.attention import AttentionProblem
-from kernelgen.settings import settings
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
 from kernelgen.testing import sm90_cases
 from kernelgen.testing.planned_cases import RelativeBias, Weights
 from kernelgen.testing.resources import compiled, covered, measured
+from kernelgen.testing.sass import disassembler, loops
 
 TABLE = Path(__file__).with_name("ptxas_prefill_sm90.json")
 H200 = replace(Target.parse("sm_90a"), sm_count=132)
@@ -82,42 +80,20 @@ def test_products_overlap() -> None:
         assert "Used" in log and "serialized" not in log, (spec.name, log)
 
 
-def _disassembler() -> str | None:
-    home = settings().cuda_home
-    return shutil.which("nvdisasm") or shutil.which("nvdisasm", path=str(home / "bin") if home else "")
-
-
-def _loops(sass: str) -> Iterator[list[str]]:
-    """Instructions from the target of each backward branch up to that, shortest first. What is not a loop is among them: rare blocks lie
-    behind the code that they go back to."""
-    instructions: list[str] = []
-    labels: dict[str, int] = {}
-    found = []
-    for line in sass.splitlines():
-        if label := re.match(r"(\.L_x_\d+):", line):
-            labels[label[1]] = len(instructions)
-        elif text := re.match(r"\s+/\*[0-9a-f]+\*/\s+(.*?);", line):
-            instructions.append(text[1])
-            target = re.search(r"BRA.*?(\.L_x_\d+)", text[1])
-            if target and target[1] in labels:
-                found.append((labels[target[1]], len(instructions)))
-    return (instructions[first:end] for first, end in sorted(found, key=lambda ends: ends[1] - ends[0]))
-
-
-@pytest.mark.skipif(_disassembler() is None, reason="no nvdisasm in PATH or CUDA_HOME")
+@pytest.mark.skipif(disassembler() is None, reason="no nvdisasm in PATH, CUDA_HOME or Triton")
 def test_the_loop_over_key_tiles() -> None:
     """It has all of its products and no access to local memory; boxes come by TMA."""
     specs = [spec for spec in every_spec() if not RARE.search(spec.name)]
     compiled(specs)
     for spec in specs:
         cubin = next(path for path in build.build(spec)[0].path.iterdir() if path.suffix == ".cubin")
-        sass = subprocess.run([str(_disassembler()), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
+        sass = subprocess.run([str(disassembler()), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
         values = dict(spec.parameters)
         products = -(-int(values["head_dim"]) // 16) + int(values["block_k"]) // 16
-        loop = next((loop for loop in _loops(sass) if sum("HGMMA" in i for i in loop) == products), [])
+        loop = next((loop for loop in loops(sass) if sum("HGMMA" in i for i in loop) == products), [])
         assert any("MUFU.EX2" in i for i in loop), f"{spec.name}: no loop with {products} products and a softmax"
         assert not any(re.search(r"\b(LDL|STL)", i) for i in loop), spec.name
-        assert any("UTMALDG" in i for loop in _loops(sass) for i in loop), spec.name
+        assert any("UTMALDG" in i for loop in loops(sass) for i in loop), spec.name
 
 
 def test_every_head_dim_has_a_config() -> None:

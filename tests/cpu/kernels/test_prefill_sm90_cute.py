@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +30,7 @@ from kernelgen.targets import Target
 from kernelgen.testing.prefill_cases import CASES, CHANGES, run
 from kernelgen.testing.ptx_emulator import EmulatedCute
 from kernelgen.testing.resources import compiled, covered
+from kernelgen.testing.sass import disassembler, loops
 from kernelgen.toolchains import toolchain
 from kernelgen.variants import trace
 from kernelgen.variants.dsl import variant_functions
@@ -62,27 +62,6 @@ def _spec(problem: AttentionProblem, config: Config) -> KernelSpec:
     return kernel.spec(problem, H200, config)
 
 
-def _disassembler() -> str | None:
-    home = settings().cuda_home
-    return shutil.which("nvdisasm") or shutil.which("nvdisasm", path=str(home / "bin") if home else "")
-
-
-def _loops(sass: str) -> Iterator[list[str]]:
-    """Instructions from the target of each backward branch up to that, shortest first."""
-    instructions: list[str] = []
-    labels: dict[str, int] = {}
-    found = []
-    for line in sass.splitlines():
-        if label := re.match(r"(\.L_x_\d+):", line):
-            labels[label[1]] = len(instructions)
-        elif text := re.match(r"\s+/\*[0-9a-f]+\*/\s+(.*?);", line):
-            instructions.append(text[1])
-            target = re.search(r"BRA.*?(\.L_x_\d+)", text[1])
-            if target and target[1] in labels:
-                found.append((labels[target[1]], len(instructions)))
-    return (instructions[first:end] for first, end in sorted(found, key=lambda ends: ends[1] - ends[0]))
-
-
 @needs_dsl
 def test_resources() -> None:
     specs = [_spec(problem, config) for problem, config, _ in TABLE]
@@ -93,7 +72,7 @@ def test_resources() -> None:
 
 
 @needs_dsl
-@pytest.mark.skipif(_disassembler() is None, reason="no nvdisasm in PATH or CUDA_HOME")
+@pytest.mark.skipif(disassembler() is None, reason="no nvdisasm in PATH, CUDA_HOME or Triton")
 def test_the_loop_over_key_tiles(tmp_path: Path) -> None:
     """Products of keys and of values right behind each other, none waiting for itself alone; no local memory; tiles come by TMA."""
     for problem, config, _ in TABLE:
@@ -102,13 +81,13 @@ def test_the_loop_over_key_tiles(tmp_path: Path) -> None:
         start = binary.index(b"\x7fELF", 4)  # the cubin in the library
         cubin = tmp_path / "kernel.cubin"
         cubin.write_bytes(binary[start:])
-        sass = subprocess.run([str(_disassembler()), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
+        sass = subprocess.run([str(disassembler()), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
         products = -(-problem.head_dim // 16) + config.block_k // 16
-        loop = next((loop for loop in _loops(sass) if sum("HGMMA" in i for i in loop) == products), [])
+        loop = next((loop for loop in loops(sass) if sum("HGMMA" in i for i in loop) == products), [])
         assert any("MUFU.EX2" in i for i in loop), f"{spec.name}: no loop with {products} products and a softmax"
         assert sum("WARPGROUP.DEPBAR" in i for i in loop) == 2, spec.name
         assert not any(re.search(r"\b(LDL|STL)", i) for i in loop), spec.name
-        assert any("UTMALDG" in i for other in _loops(sass) for i in other), spec.name
+        assert any("UTMALDG" in i for other in loops(sass) for i in other), spec.name
 
 
 @needs_dsl
