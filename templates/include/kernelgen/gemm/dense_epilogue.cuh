@@ -106,7 +106,7 @@ struct DenseEpilogue {
 
   // Not kStaged.
   __device__ static Extras extras_of(const DenseSm90Params& p, int row, const OutputTile& tile) {
-    Extras extras{1.0f, 1.0f, 0, nullptr, nullptr, tile.batch, row};
+    Extras extras{1.0f, 1.0f, 0, nullptr, nullptr, kFunction ? tile.batch : 0, kFunction ? row : 0};
     if constexpr (Options::kScales) {
       extras.top = scale_of_row(p, tile, row);
       extras.bottom = scale_of_row(p, tile, row + 8);
@@ -172,7 +172,8 @@ struct DenseEpilogue {
   // Of the m-th 64 rows of this consumer, the thread's first of which is `row`.
   __device__ Extras extras_of(const DenseSm90Params& p, int row, const OutputTile& tile, const Ahead& ahead, int m) const {
     if constexpr (kStaged) {
-      return {Options::kScales ? ahead.rows[m][0] : 1.0f, Options::kScales ? ahead.rows[m][1] : 1.0f, staged, nullptr, nullptr, tile.batch, row};
+      return {Options::kScales ? ahead.rows[m][0] : 1.0f, Options::kScales ? ahead.rows[m][1] : 1.0f, staged, nullptr, nullptr,
+              kFunction ? tile.batch : 0, kFunction ? row : 0};
     } else {
       return extras_of(p, row, tile);
     }
