@@ -6,6 +6,7 @@ The kernel's side: templates/include/kernelgen/attention/sm90_dense.cuh, sm90_sp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from kernelgen.kernels import counters
@@ -25,6 +26,11 @@ MAX_SPLITS = 256
 _MAX_WORKSPACE = 1 << 32
 _MAX_PARTS = 2**31 - 1  # of all rows: counted in int32
 _FEWEST_KEYS = 256  # of a part: below, what it reads is no more than what it leaves to the merge
+# An estimate in keys of a tile, 14 ns each with D 128 (128 rows by products, 64 by their bytes from memory): what a tile takes beside its
+# keys, the merge as a kernel, and its rows, of which so many are written and read in that time.
+_TILE, _MERGE, _MERGED_ROWS = 256, 400, 55
+# Tiles of few queries: those of one consumer first, which 64 packed rows fill; as many stages as fit.
+_FEW = tuple(Config(consumers, keys, stages, consumers > 1) for consumers in (1, 2) for keys, stages in ((128, 3), (128, 2), (64, 2)))
 
 
 def packed_heads(problem: AttentionProblem, config: Config) -> int:
@@ -54,20 +60,32 @@ def divides(problem: AttentionProblem, config: Config) -> Verdict:
 
 
 def splits_for(problem: AttentionProblem, target: Target, config: Config) -> int:
-    """As many as leave no SM idle and each part with keys enough; 1 where the batch must not matter."""
+    """As many as the estimate takes the least time with: parts fill the SMs in few rounds. 1 where the batch must not matter."""
     p, packed = problem, packed_heads(problem, config)
     if p.batch_invariant:
         return 1
     tiles = -(-p.seq_q // queries_of(p, config)) * (p.num_q_heads // packed)
     tiles = tiles + p.batch * (p.num_q_heads // packed) if p.layout == "ragged" else tiles * p.batch
     keys = cut.keys_in_sight(p) // (max(p.batch, 1) if p.layout == "ragged" else 1)
-    places = target.sm_count * config.resident
-    return max(1, min(places // max(tiles, 1), keys // _FEWEST_KEYS, MAX_SPLITS))
+    rows = p.seq_q * (1 if p.layout == "ragged" else p.batch) * p.num_q_heads
+    places = max(target.sm_count * config.resident, 1)
+
+    def time(splits: int) -> float:
+        merge = _MERGE + splits * rows / _MERGED_ROWS if splits > 1 else 0.0
+        return -(-tiles * splits // places) * config.resident * (keys / splits + _TILE) + merge
+
+    return min(range(1, max(1, min(keys // _FEWEST_KEYS, MAX_SPLITS)) + 1), key=time)
 
 
 def of_few_queries(problem: AttentionProblem, target: Target) -> Iterator[Config]:
-    """What suits few queries, whether it is legal or not."""
-    return iter(())
+    """For calls that do not fill a tile of two consumers, or whose tiles leave SMs idle: heads packed, keys split, legal or not."""
+    p = problem
+    queries = p.seq_q // (max(p.batch, 1) if p.layout == "ragged" else 1)
+    for tile in () if p.batch_invariant else _FEW:
+        config = replace(tile, pack_gqa=2 <= p.group_size <= _ROWS)
+        config = replace(config, splits=splits_for(p, target, config))
+        if config.splits > 1 or (config.pack_gqa and queries < 2 * _ROWS):
+            yield config
 
 
 def bind_split(
@@ -77,7 +95,7 @@ def bind_split(
     """The closure of a repeated call. ``attend``: launch of the parts; ``packed``: the argument from its pointers, in order; ``call`` and
     ``rare``: the tensors in front of the counter and behind it."""
     p, tokens = problem, problem.seq_q * (1 if problem.layout == "ragged" else problem.batch)
-    merge = kernel.entry(MERGE_ENTRY).prepare(device, grid=merge_grid(p, tokens), block=(MERGE_THREADS, 1, 1))
+    merge = kernel.entry(MERGE_ENTRY).prepare(device, grid=merge_grid(p, tokens), block=(MERGE_THREADS, 1, 1), programmatic=True)
     rows = tokens * p.num_q_heads * config.splits
     columns = rows * p.head_dim_v
 

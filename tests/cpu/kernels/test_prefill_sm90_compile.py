@@ -23,6 +23,7 @@ from kernelgen import build
 from kernelgen.kernels.attention import prefill_sm90
 from kernelgen.kernels.attention.prefill_sm90_configs import TABLE as ROWS
 from kernelgen.kernels.attention.prefill_sm90_configs import Config
+from kernelgen.kernels.attention.prefill_sm90_split import splits_for
 from kernelgen.problems.attention import AttentionProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
@@ -219,6 +220,28 @@ def test_tiles_of_packed_heads_and_split_keys() -> None:
         assert prefill_sm90.row_tiles_of(problem, config) == expected, config
     ragged = replace(problem, layout="ragged", batch=3, num_q_heads=12)  # 42 queries a tile: at most 3 + 3 tiles
     assert prefill_sm90.row_tiles_of(ragged, Config(2, 64, pack_gqa=True, splits=5)) == (0, 6 * 4 * 5)
+
+
+def test_candidates_of_few_queries_come_behind_the_table() -> None:
+    """No rule takes them yet; a tuning tries them."""
+    few = replace(BASE, batch=1, num_q_heads=32, num_kv_heads=8, seq_q=64, seq_k=16384, causal=True)
+    first, *more = prefill_sm90.candidates(few, H200)
+    assert first == Config(2, 128) and Config(2, 128, 3, pack_gqa=True, splits=8) in more
+    for change in ({"seq_q": 4096}, {"batch_invariant": True}):
+        assert not any(c.pack_gqa or c.splits > 1 for c in prefill_sm90.candidates(replace(few, **change), H200))  # type: ignore[arg-type]
+    one_head_each = replace(few, num_kv_heads=32)
+    assert all(not c.pack_gqa for c in prefill_sm90.candidates(one_head_each, H200))
+
+
+def test_parts_fill_the_sms_in_few_rounds() -> None:
+    few = replace(BASE, batch=1, num_q_heads=32, num_kv_heads=8, causal=True)
+    for queries, keys, heads, config, expected in (
+            (16, 65536, 32, Config(1, 128, pack_gqa=True), 16), (64, 65536, 32, Config(2, 128, pack_gqa=True), 8),
+            (512, 65536, 32, Config(2, 128), 1), (512, 16384, 40, Config(2, 128), 4), (16, 256, 32, Config(1, 128, pack_gqa=True), 1),
+            (4096, 4096, 32, Config(2, 128), 1)):
+        problem = replace(few, seq_q=queries, seq_k=keys, num_q_heads=heads)
+        assert splits_for(problem, H200, config) == expected, (queries, keys, heads)
+    assert splits_for(replace(few, seq_q=16, seq_k=65536, batch_invariant=True), H200, Config(1, 128)) == 1
 
 
 def test_one_spec_for_every_number_of_splits() -> None:

@@ -18,7 +18,22 @@ from kernelgen.kernels.attention import prefill_sm90
 from kernelgen.kernels.attention.prefill_sm90_configs import Config
 from kernelgen.settings import settings
 from kernelgen.testing.cuda_emulator import EmulatedKernel
-from kernelgen.testing.prefill_cases import CASES, CAUSAL, CHANGES, INF, NAN, STEPS, Case, Change, growing, infinite_keys, nonfinite, run
+from kernelgen.testing.prefill_cases import (
+    CASES,
+    CAUSAL,
+    CHANGES,
+    FEW_QUERIES,
+    INF,
+    NAN,
+    NUMBERS_OF_FEW,
+    STEPS,
+    Case,
+    Change,
+    growing,
+    infinite_keys,
+    nonfinite,
+    run,
+)
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -31,11 +46,6 @@ EDGES = Case(Config(2, 32, diagonal=2, early_keys=True), (300, 0, 1, 130), (310,
 EARLY = replace(CAUSAL, config=Config(2, 32, 3, value_stages=2, early_keys=True), scale=-0.125)
 RAGGED = Case(Config(3, 32, 2, value_stages=3, early_keys=True), (40, 0, 170), (60, 9, 150), True, (4, 2), (72, 40), "fp16",
               window=(None, 30), kv_lens=(60, 9, 131))
-
-# Rows of 64 that are all in use, and 60 of them.
-PACKED = Case(Config(2, 32, pack_gqa=True), (40, 40), (170, 170), heads=(4, 1), causal=True, sinks=True)
-BOTH = Case(Config(2, 32, 3, value_stages=2, early_keys=True, diagonal=2, pack_gqa=True, splits=3), (30, 30), (280, 280), heads=(10, 2),
-            causal=True, dims=(64, 72))
 
 POLYNOMIALS = replace(CAUSAL, config=Config(2, 32, polynomial=3, uniform=True), lse=False)
 
@@ -74,24 +84,15 @@ SCHEDULES = {
                                   tuple(7 * i % 90 for i in range(40)), True, dims=(8, 16), blocks=3),
     "results in two parts": Case(Config(2, 32, out_parts=2), (150, 150), (60, 60), dims=(64, 112), causal=True),
     "results in two parts, ragged": Case(Config(1, 32, out_parts=2), (50, 1, 77), (40, 40, 50), True, dims=(40, 232), dtype="fp16"),
-    "heads packed": PACKED,
-    "three heads packed": Case(Config(2, 48, query_stages=2, pack_gqa=True), (50, 0, 1, 70), (60, 9, 40, 150), True, (6, 2), (72, 40),
-                               "fp16", alibi=True, window=(40, 9)),
-    "keys split": Case(Config(2, 32, splits=3), (150, 150), (170, 170), causal=True, kv_lens=(170, 20)),
-    "keys split, ragged, sinks": Case(Config(1, 32, pingpong=False, splits=4), (17, 0, 130, 1), (40, 9, 240, 0), True, (4, 2), (64, 72),
-                                      "fp16", sinks=True, soft_cap=5.0),
-    "heads packed, keys split": BOTH,
     "every second exponential a polynomial": Case(Config(1, 64, polynomial=2), (70,), (300,), dtype="fp16", window=(200, None),
                                                   lse=False),
 }
 NUMBERS: dict[str, tuple[Case, Change]] = {
+    **NUMBERS_OF_FEW,
     "growing, keys given back early": (EARLY, growing(tuple(-step for step in STEPS))),
     "NaN, keys given back early": (EARLY, nonfinite(NAN)),
     "infinite keys, given back early": (EARLY, infinite_keys),
     "growing ragged, keys given back early": (RAGGED, growing_ragged),
-    "heads packed, NaN": (PACKED, nonfinite(NAN, INF)),
-    "heads packed, keys split, inf": (BOTH, nonfinite(INF, -INF)),
-    "heads packed, keys split, growing": (BOTH, growing((*STEPS, -40.0, -300.0, 20.0))),
     "polynomials, single keys": (POLYNOMIALS, single_keys),
     "polynomials, growing": (POLYNOMIALS, growing(STEPS)),
     "polynomials, NaN": (POLYNOMIALS, nonfinite(NAN)),
@@ -127,6 +128,11 @@ def test_numbers(name: str, folder: Path) -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules(name: str, folder: Path) -> None:
     both(SCHEDULES[name], folder)
+
+
+@pytest.mark.parametrize("name", FEW_QUERIES)
+def test_few_queries(name: str, folder: Path) -> None:
+    both(FEW_QUERIES[name], folder)
 
 
 @pytest.mark.parametrize("name", NUMBERS)

@@ -3,6 +3,7 @@
 
 #include <kernelgen/attention/paged_merge.cuh>
 #include <kernelgen/attention/sm90_params.cuh>
+#include <kernelgen/sm90/control.cuh>
 
 namespace kernelgen {
 
@@ -53,6 +54,8 @@ struct MergeSm90 {
   static constexpr int kThreads = Merge::kThreads;
 
   __device__ static void run(const PrefillSm90Params& p) {
+    wait_for_previous_kernel();  // its blocks come while the last parts are made
+    start_next_kernel();
     Merge::run({p, static_cast<const float*>(p.q), static_cast<const float*>(p.k), p.out, p.lse, p.sinks, p.num_q_heads, p.num_q_heads, 1});
   }
 };
