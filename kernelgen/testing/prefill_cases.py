@@ -223,13 +223,13 @@ CHANGES: dict[str, tuple[Case, Change]] = {
 
 # Heads of a group in one tile, of whose 64 rows a consumer all are in use or 60; keys of a tile over several blocks.
 PACKED = Case(Config(2, 32, pack_gqa=True), (40, 40), (170, 170), heads=(4, 1), causal=True, sinks=True)
-PACKED_SPLIT = Case(Config(2, 32, 3, value_stages=2, early_keys=True, diagonal=2, pack_gqa=True, splits=3), (30, 30), (280, 280),
+PACKED_SPLIT = Case(Config(2, 32, 3, value_stages=2, early_keys=True, diagonal=2, pack_gqa=True, splits=3), (30, 30), (262, 262),
                     heads=(10, 2), causal=True, dims=(64, 72))
 FEW_QUERIES = {
     "heads packed": PACKED,
-    "three heads packed": Case(Config(2, 48, query_stages=2, pack_gqa=True), (50, 0, 1, 70), (60, 9, 40, 150), True, (6, 2), (72, 40),
+    "three heads packed": Case(Config(2, 48, diagonal=1, pack_gqa=True), (50, 0, 1, 70), (60, 9, 40, 150), True, (6, 2), (72, 40),
                                "fp16", alibi=True, window=(40, 9)),
-    "keys split": Case(Config(2, 32, splits=3), (150, 150), (170, 170), causal=True, kv_lens=(170, 20)),
+    "keys split": Case(Config(2, 32, query_stages=2, splits=3), (150, 150), (170, 170), causal=True, kv_lens=(170, 20)),
     "keys split, ragged, sinks": Case(Config(1, 32, pingpong=False, splits=4), (17, 0, 130, 1), (40, 9, 240, 0), True, (4, 2), (64, 72),
                                       "fp16", sinks=True, soft_cap=5.0),
     "heads packed, keys split": PACKED_SPLIT,
@@ -238,4 +238,5 @@ NUMBERS_OF_FEW: dict[str, tuple[Case, Change]] = {
     "heads packed, NaN": (PACKED, nonfinite(NAN, INF)),
     "heads packed, keys split, inf": (PACKED_SPLIT, nonfinite(INF, -INF)),
     "heads packed, keys split, growing": (PACKED_SPLIT, growing((*STEPS, -40.0, -300.0, 20.0))),
+    "keys split, near the end of float's range": (replace(FEW_QUERIES["keys split"], heads=(2, 1)), near_the_end),
 }
