@@ -12,7 +12,7 @@ from typing import Any
 from kernelgen.kernels import counters
 from kernelgen.kernels.attention import cut
 from kernelgen.kernels.attention.mma import address
-from kernelgen.kernels.attention.paged_mma import MAX_GRID_Y, MERGE_THREADS, merge_grid
+from kernelgen.kernels.attention.paged_mma import MAX_GRID_Y, MERGE_THREADS
 from kernelgen.kernels.attention.prefill_sm90_configs import Config
 from kernelgen.problems.attention import AttentionProblem
 from kernelgen.targets import Target
@@ -24,6 +24,7 @@ MERGE_ENTRY = "attention_prefill_sm90_merge"
 _ROWS = 64  # of a consumer
 MAX_SPLITS = 256
 _MAX_WORKSPACE = 1 << 32
+_MERGE_BLOCKS = 1 << 18
 _MAX_PARTS = 2**31 - 1  # of all rows: counted in int32
 _FEWEST_KEYS = 256  # of a part: below, what it reads is no more than what it leaves to the merge
 # An estimate in keys of a tile, 14 ns each with D 128 (128 rows by products, 64 by their bytes from memory): what a tile takes beside its
@@ -95,7 +96,8 @@ def bind_split(
     """The closure of a repeated call. ``attend``: launch of the parts; ``packed``: the argument from its pointers, in order; ``call`` and
     ``rare``: the tensors in front of the counter and behind it."""
     p, tokens = problem, problem.seq_q * (1 if problem.layout == "ragged" else problem.batch)
-    merge = kernel.entry(MERGE_ENTRY).prepare(device, grid=merge_grid(p, tokens), block=(MERGE_THREADS, 1, 1), programmatic=True)
+    grid = (tokens, p.num_q_heads if tokens * p.num_q_heads <= _MERGE_BLOCKS else 1, 1)  # one for all heads where rows are many
+    merge = kernel.entry(MERGE_ENTRY).prepare(device, grid=grid, block=(MERGE_THREADS, 1, 1), programmatic=True)
     rows = tokens * p.num_q_heads * config.splits
     columns = rows * p.head_dim_v
 
