@@ -28,7 +28,7 @@ def test_every_case_has_packed_kernels_and_few_queries_split_ones() -> None:
     assert len({str(case) for case in cases}) == len(cases)
     for case in cases:
         words = " ".join(TOOL.candidates_of(case, H200))
-        assert "gqa" in words and "prefill_mma" in words and "split_mma" in words
+        assert ("gqa" in words or case.heads == case.kv_heads) and "prefill_mma" in words and "split_mma" in words
         assert " split" in words or case.batch * case.queries >= 512
 
 

@@ -6,9 +6,9 @@
     python tools/bench/prefill_few_queries.py --only "b=1" --samples 9   problems whose line contains the text
     python tools/bench/prefill_few_queries.py --prebuild-only            compile all kernels (no GPU needed), in several processes
 
-GQA 32/8, D 128, bf16, causal from the bottom right. Every candidate is held against the float64 reference (first and last head of the
-first and last request), then all that are right are timed interleaved, by the protocol of kernelgen.bench. The file is written after each
-problem.
+GQA 32/8 and others, D 128 for the most part, bf16, causal from the bottom right. Every candidate is held against the float64 reference
+(first and last head of the first and last request), then all that are right are timed interleaved, by the protocol of kernelgen.bench. The
+file is written after each problem.
 """
 
 from __future__ import annotations
@@ -86,11 +86,14 @@ class Operands(NamedTuple):
 def cases() -> list[Case]:
     """Those first that leave most of the chip idle."""
     found = [Case(batch, queries, keys) for batch in (1, 8) for keys in (16384, 65536, 4096) for queries in (16, 64, 128, 512)]
-    return [*found, Case(1, 512, 16384, 40)]  # 160 tiles, of which 28 have a round of their own
+    # 160 tiles, of which 28 have a round of their own; no group, a large one, other head dims.
+    return [*found, Case(1, 512, 16384, 40), Case(1, 64, 16384, 8), Case(1, 64, 16384, 64), Case(1, 64, 16384, dim=64),
+            Case(1, 64, 16384, 16, 4, 256)]
 
 
 # Tiles to pack and to split.
 _TILES = (Config(1, 128, 3, False), Config(2, 128, 3), Config(1, 64, 3, False, resident=2))
+_WIDE_TILES = (Config(1, 64, 3, False), Config(1, 64, 2, False), Config(2, 64, 2))
 
 
 def configs_of(case: Case, target: Target) -> Iterator[Config]:
@@ -99,7 +102,7 @@ def configs_of(case: Case, target: Target) -> Iterator[Config]:
     yield next(prefill_sm90.candidates(problem, target))
     yield from (Config(1, 128, 2, False, pack_gqa=True), Config(2, 128, pack_gqa=True))
     for packed in (False, True):
-        for tile in _TILES:
+        for tile in _TILES if case.dim <= 128 else _WIDE_TILES:
             config = replace(tile, pack_gqa=packed)
             number = splits_for(problem, target, config)
             yield replace(config, splits=number)
