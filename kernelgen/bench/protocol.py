@@ -4,7 +4,8 @@ CUDA: a CUDA graph of 10 to 24 calls over rotating operands (together larger tha
 them), replayed; total / count. CPU: calls over rotating operands larger than the last-level cache; total / count.
 Candidates and peers are interleaved in one process run (A B C, C A B, ...), because a chip's clock falls under
 sustained load, and each round has an order of its own, because it falls within a round: of fourteen attention kernels
-of 3 ms the first one was 5 % faster than at the end (H200). The figure of each is the median of 9 such samples. Host cost is measured apart: 3,000 calls without a
+of 3 ms the first one was 5 % faster than at the end (H200). The figure of each is the median of 9 such
+samples. Host cost is measured apart: 3,000 calls without a
 sync, divided.
 """
 

@@ -92,13 +92,15 @@ def test_candidates_are_interleaved_and_the_median_counts() -> None:
 
 def test_no_candidate_has_a_place_of_its_own_in_the_rounds() -> None:
     """The clock falls within a round: whoever always came first would be measured on a faster chip."""
-    names, orders = "abcdef", []
-    for _ in range(2):
+    names = "abcdef"
+
+    def order() -> list[str]:
         taken: list[str] = []
         interleave({name: lambda name=name: float(taken.append(name) or 1.0) for name in names}, 9)
-        orders.append(taken)
-    assert orders[0] == orders[1], "the same in every run"
-    rounds = [orders[0][i : i + len(names)] for i in range(0, 9 * len(names), len(names))]
+        return taken
+
+    assert order() == order(), "the same in every run"
+    rounds = [order()[i : i + len(names)] for i in range(0, 9 * len(names), len(names))]
     assert all(sorted(r) == list(names) for r in rounds)
     places = {name: [r.index(name) for r in rounds] for name in names}
     assert all(1.0 <= sum(found) / 9 <= 4.0 and len(set(found)) >= 4 for found in places.values()), places
