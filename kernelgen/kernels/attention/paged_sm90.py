@@ -86,6 +86,7 @@ def legal(problem: PagedAttentionProblem, target: Target, config: Config) -> Ver
     given = min(240, (launch * (c.consumers + 1) - _GATHERING_REGISTERS) // c.consumers // 8 * 8)
     return first_no(
         (config.multicast == 0, f"multicast {config.multicast}: blocks share no tiles in paged_sm90"),
+        (not config.pack_gqa and config.splits == 1, f"config {config}: neither packed heads nor split keys are in paged_sm90"),
         (bool(common := prefill_sm90.legal(_ragged(problem), target, config)), common.reason),
         (page_rows(problem, c) > 1 or needed <= given, f"config {c} needs about {needed} registers, a consumer has {given} beside a warp "
          f"that copies pages of {problem.page_size} row by row"),

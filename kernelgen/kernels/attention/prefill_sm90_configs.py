@@ -26,6 +26,8 @@ class Config:
     section         MiB of keys and values whose heads' tiles are dealt out together, so that L2 holds them
     uniform         addresses of tiles are made uniform once a product, not descriptor by descriptor
     longest_first   ragged: of each 32 requests those with the most keys first
+    pack_gqa        a tile has rows of all query heads which share keys: few queries fill it, and keys are read once for the group
+    splits          blocks that divide a row tile's keys; their results are merged by a second kernel. 1: one block has all
     query_stages    2: the next row tile's queries come while this one's are in use, and its first scores are made beside this one's last
                     product
     """
@@ -46,11 +48,14 @@ class Config:
     section: int = 32
     uniform: bool = False
     longest_first: bool = False
+    pack_gqa: bool = False
+    splits: int = 1
 
     def __str__(self) -> str:
         words = f"{self.block_q}x{self.block_k} s{self.stages}" + (f"+{self.value_stages}" if self.value_stages else "")
         words += (" early" if self.early_keys else "") + (f" diag{self.diagonal}" if self.diagonal else "")
         words += f" share{self.multicast}" if self.multicast else ""
+        words += (" gqa" if self.pack_gqa else "") + (f" split{self.splits}" if self.splits > 1 else "")
         words += f" {self.section}MiB" if self.section != Config.section else ""
         words += f" poly{self.polynomial}" if self.polynomial else ""
         words += (" uniform" if self.uniform else "") + (" longest" if self.longest_first else "")
