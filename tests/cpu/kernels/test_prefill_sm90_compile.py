@@ -226,7 +226,7 @@ def test_candidates_of_few_queries_come_behind_the_table() -> None:
     """No rule takes them yet; a tuning tries them."""
     few = replace(BASE, batch=1, num_q_heads=32, num_kv_heads=8, seq_q=64, seq_k=16384, causal=True)
     first, *more = prefill_sm90.candidates(few, H200)
-    assert first == Config(2, 128) and Config(2, 128, 3, pack_gqa=True, splits=8) in more
+    assert first == Config(1, 128, 3, False) and Config(2, 128, 3, pack_gqa=True, splits=8) in more
     for change in ({"seq_q": 4096}, {"batch_invariant": True}):
         assert not any(c.pack_gqa or c.splits > 1 for c in prefill_sm90.candidates(replace(few, **change), H200))  # type: ignore[arg-type]
     one_head_each = replace(few, num_kv_heads=32)
