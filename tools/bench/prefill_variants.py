@@ -335,7 +335,8 @@ def main(words: Sequence[str]) -> int:
     logging.basicConfig(format="%(message)s")
     target = target_of("cuda") if torch.cuda.is_available() else replace(Target.parse("sm_90a"), sm_count=132)
     wanted = [case for case in cases() if options.only in str(case)]
-    specs = dict.fromkeys(prefill_sm90.spec(case.problem(), target, config) for case in wanted for config in configs_of(case, target)[: options.limit])
+    specs = dict.fromkeys(prefill_sm90.spec(case.problem(), target, config) for case in wanted
+                          for config in configs_of(case, target)[: options.limit])
     failed = prebuild(specs, options.processes)
     for spec, reason in failed.items():
         print(f"{spec.name} does not compile: {reason}", file=sys.stderr)
