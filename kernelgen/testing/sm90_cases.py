@@ -35,6 +35,7 @@ from kernelgen.kernels.gemm import (
 )
 from kernelgen.kernels.gemm.dense_sm90 import Config
 from kernelgen.kernels.gemm.dense_sm90_cute import Config as Cute
+from kernelgen.kernels.gemm.grouped_sm90_cute import Config as CuteGroups
 from kernelgen.kernels.gemm.mixed_sm90 import Config as Mixed
 from kernelgen.kernels.gemm.skinny_sm90 import Config as Skinny
 from kernelgen.kernels.moe import layer as moe_layer
@@ -121,7 +122,7 @@ def _grouped(case: Grouped, config: Any) -> None:
 
 
 def _cute_groups(run: Callable[..., None], product: Product, *numbers: Any) -> None:
-    for config in (Cute(2, 2, 128, 5, pingpong=True), Cute(1, 2, 128, 6)):
+    for config in (CuteGroups(2, 2, 128, 5, pingpong=True), CuteGroups(1, 2, 128, 6)):
         run(Grouped("rows", (70, 0, 5, 130), product), *numbers, grouped_sm90_cute.FAMILY, target_of("cuda"), build.kernel, config, "cuda")
 
 

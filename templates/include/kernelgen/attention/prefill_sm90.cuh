@@ -386,13 +386,16 @@ struct PrefillSm90 : Sm90Shape<Options> {
       keys.release(k_at.stage);
       k_at.advance();
     };
-    // Tiles that only other consumers' rows see are given back, and turns and checks keep their order.
+    // Tiles that only other consumers' rows see are given back, and turns and checks keep their order. No product brings the lanes together
+    // here: without a barrier one could still wait, or read, when another gives the tile back.
     const auto pass_over_keys = [&] {
       keys.wait_full(k_at);
+      __syncwarp();
       give_keys_back();
     };
     const auto pass_over_values = [&](int tile) {
       wait_values(tile);
+      __syncwarp();
       end_output();
     };
     const auto pass_turn = [&] {
