@@ -234,7 +234,8 @@ def test_candidates_of_few_queries() -> None:
             ({}, Config(2, 128, 3, pack_gqa=True, splits=8)), ({"seq_q": 128}, Config(2, 128, 3, splits=4)),
             ({"seq_q": 16}, Config(1, 128, 3, False, pack_gqa=True, splits=16)), ({"batch": 8}, Config(2, 128, pack_gqa=True)),
             ({"seq_q": 16, "seq_k": 4096}, Config(1, 64, 3, False, resident=2, pack_gqa=True, splits=16)),
-            ({"num_kv_heads": 32}, Config(1, 128, 3, False, splits=4)), ({"num_q_heads": 8 * 7}, Config(2, 128, 3, pack_gqa=True, splits=4))):
+            ({"num_kv_heads": 32}, Config(1, 128, 3, False, splits=4)),
+            ({"num_q_heads": 8 * 7}, Config(2, 128, 3, pack_gqa=True, splits=4))):
         assert found(**change)[0] == first, change  # type: ignore[arg-type]
         assert table in found(**change)  # type: ignore[arg-type]
     for change in ({"seq_q": 8}, {"seq_k": 2048}, {"alibi": True}, {"mask": "dense"}, {"layout": "ragged", "batch": 2}):
