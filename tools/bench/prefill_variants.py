@@ -110,13 +110,14 @@ VARIANTS: dict[tuple[tuple[int, int], bool], tuple[Config, ...]] = {
         Config(2, 128, 3, value_stages=2, early_keys=True), Config(2, 128, 3, value_stages=2), Config(2, 160, early_keys=True),
         Config(2, 160, early_keys=True, multicast=1), Config(2, 128, early_keys=True, multicast=1),
         _OVER(176, early_keys=True, multicast=1)),
-    ((128, 128), True): (Config(2, 128, 3, value_stages=2), Config(2, 128, diagonal=2), Config(2, 128, 3, value_stages=2, diagonal=2)),
+    ((128, 128), True): (
+        Config(2, 128, 3, value_stages=2), Config(2, 128), Config(2, 128, diagonal=2), Config(2, 128, 3, value_stages=2, diagonal=2)),
     ((256, 256), False): (
         _OVER(80), Config(2, 64, early_keys=True, out_parts=2), _OVER(80, early_keys=True, multicast=1), _OVER(80, multicast=1),
         Config(2, 64, early_keys=True, out_parts=2, multicast=1)),
     ((256, 256), True): (
         Config(2, 64, early_keys=True, diagonal=1, out_parts=2), _OVER(64), Config(2, 64, diagonal=1, out_parts=2), _OVER(80)),
-    ((192, 128), True): (_OVER(128, early_keys=True, diagonal=2), _OVER(128, early_keys=True), _OVER(128, diagonal=2)),
+    ((192, 128), True): (_OVER(128, early_keys=True, diagonal=2), _OVER(128), _OVER(128, early_keys=True), _OVER(128, diagonal=2)),
 }
 # The same of heads that share keys.
 GROUPED: dict[tuple[tuple[int, int], bool], tuple[Config, ...]] = {((128, 128), True): (Config(2, 128, multicast=2),)}

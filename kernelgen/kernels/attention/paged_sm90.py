@@ -102,7 +102,8 @@ def candidates(problem: PagedAttentionProblem, target: Target) -> Iterator[Confi
         rows = page_rows(p, config)
         return rows < min(_BOX, p.page_size) if rows > 1 else config.block_k % _BOX != 0
 
-    return (c for c in sorted(prefill_sm90.candidates(_ragged(p), target), key=pieces) if legal(p, target, c))
+    # Scores that are made again from pages take registers: 260 bytes are spilled beside D 256.
+    return (c for c in sorted(prefill_sm90.candidates(_ragged(p), target), key=lambda c: (c.early_keys, pieces(c))) if legal(p, target, c))
 
 
 def division(problem: PagedAttentionProblem, target: Target, config: Config) -> Division:

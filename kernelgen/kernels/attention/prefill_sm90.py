@@ -56,6 +56,7 @@ ENTRY = "attention_prefill_sm90"
 _BOX = 64  # columns of a box: 128 bytes
 _MAX_TILES = 2**31 - 1 - 2**16  # they and the blocks of a launch are counted in int32
 _OTHER_REGISTERS = 32  # of a consumer's thread, beside scores, weights and output
+_TALL = Config(2, 128)  # whose tiles Row.idle means
 _SYSTEM_BYTES = 1024  # of shared memory that each block leaves to the system
 
 
@@ -133,7 +134,8 @@ def candidates(problem: AttentionProblem, target: Target) -> Iterator[Config]:
     p, keys = problem, _keys(problem)
     widest = max(p.head_dim, p.head_dim_v)
     masked = bool(p.causal or p.windowed or p.mask or p.variant)
-    rows = (row for row in TABLE if widest <= row.head_dim and row.masked == masked)
+    idle = not p.batch_invariant and 0 < row_tiles_of(p, _TALL)[1] <= (target.sm_count or 0) // 2
+    rows = (row for row in TABLE if widest <= row.head_dim and row.masked == masked and (idle or not row.idle))
     fitting = next((row for row in rows if row.keys is None or (keys is not None and keys <= row.keys)), None)
     wanted: Iterable[Config] = fitting.configs if fitting else ()
     few = of_few_queries(p, target)
@@ -250,7 +252,7 @@ def coverage() -> Iterable[tuple[AttentionProblem, Config | None]]:
     yield replace(base, causal=True), Config(2, 128, 2, False)
     yield base, Config(2, 128, 3, value_stages=2)
     yield replace(base, causal=True), Config(2, 128, diagonal=2)
-    yield replace(base, causal=True, head_dim=64, head_dim_v=64), Config(3, 128, diagonal=2, polynomial=4)
+    yield replace(base, causal=True, head_dim=64, head_dim_v=64), Config(3, 128, polynomial=4)
     yield base, Config(2, 128, early_keys=True)
     yield replace(base, head_dim=256, head_dim_v=256), Config(2, 80, out_over_query=True, early_keys=True)
     yield base, Config(2, 128, early_keys=True, multicast=1)

@@ -225,7 +225,9 @@ def test_tiles_of_packed_heads_and_split_keys() -> None:
 def test_candidates_of_few_queries() -> None:
     """First where they were timed, behind the table's elsewhere, where a tuning tries them."""
     few = replace(BASE, batch=1, num_q_heads=32, num_kv_heads=8, seq_q=64, seq_k=16384, causal=True)
-    table = Config(2, 128)
+
+    def plain(config: Config) -> bool:
+        return not config.pack_gqa and config.splits == 1
 
     def found(**change: Any) -> list[Config]:
         return list(prefill_sm90.candidates(replace(few, **change), H200))
@@ -237,12 +239,12 @@ def test_candidates_of_few_queries() -> None:
             ({"num_kv_heads": 32}, Config(1, 128, 3, False, splits=4)),
             ({"num_q_heads": 8 * 7}, Config(2, 128, 3, pack_gqa=True, splits=4))):
         assert found(**change)[0] == first, change  # type: ignore[arg-type]
-        assert table in found(**change)  # type: ignore[arg-type]
+        assert any(map(plain, found(**change)))  # type: ignore[arg-type]
     for change in ({"seq_q": 8}, {"seq_k": 2048}, {"alibi": True}, {"mask": "dense"}, {"layout": "ragged", "batch": 2}):
         configs = found(**change)  # type: ignore[arg-type]
-        assert configs[0] == table and any(c.splits > 1 for c in configs), change
+        assert plain(configs[0]) and any(c.splits > 1 for c in configs), change
     for change in ({"seq_q": 4096}, {"batch_invariant": True}):
-        assert not any(c.pack_gqa or c.splits > 1 for c in found(**change)), change  # type: ignore[arg-type]
+        assert all(map(plain, found(**change))), change  # type: ignore[arg-type]
 
 
 def test_parts_fill_the_sms_in_few_rounds() -> None:
