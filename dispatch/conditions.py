@@ -73,6 +73,23 @@ def hopper_prefill(p: Any) -> bool:
     return not others and wide and min(queries, p.seq_k // max(p.batch, 1) if p.layout == "ragged" else keys) >= TILE_OF_128
 
 
+def few_queries(p: Any, target: Target) -> bool:
+    """Where prefill_sm90 splits keys, or packs the heads of a group into 64 rows."""
+    config = _of_few_queries(p, target)
+    return config is not None and (config.splits > 1 or config.consumers == 1)
+
+
+def packed_queries(p: Any, target: Target) -> bool:
+    """Where prefill_sm90 packs the heads of a group, whose tiles leave no SM idle."""
+    return _of_few_queries(p, target) is not None
+
+
+def _of_few_queries(p: Any, target: Target) -> Any:
+    from kernelgen.kernels.attention.prefill_sm90_split import leading
+
+    return leading(p, target)
+
+
 def cudnn_lengths(p: Any) -> bool:
     return (_measured_attention(p) and _nothing_masked(p) and p.head_dim == 128 and not p.soft_cap
             and p.seq_q in CUDNN_LENGTHS and p.seq_k in CUDNN_LENGTHS and p.batch * p.num_q_heads >= CUDNN_HEADS)

@@ -15,6 +15,7 @@ from kernelgen.dispatch.conditions import (
     FEW_COLUMNS,
     cudnn_lengths,
     decode,
+    few_queries,
     few_tasks,
     few_tiles,
     few_tokens,
@@ -23,6 +24,7 @@ from kernelgen.dispatch.conditions import (
     long_wide_heads,
     many_products,
     one_wave,
+    packed_queries,
     plain_gemm,
     skinny,
 )
@@ -78,6 +80,13 @@ def _plain_and(when: Callable[[Any], bool], p: Any) -> bool:
 
 
 RULES: tuple[Rule, ...] = (
+    Rule("attention", "generated", 76, "16 queries and more over 4,096 keys and more, tiles that leave SMs idle: with keys split and heads "
+         "packed 0.38 - 0.96 x the time of split_mma, 0.10 - 0.89 x of FlashAttention-4, 14 problems (H200, 2026-12-01, "
+         "tools/bench/results/h200_prefill_few_queries.json)", target_kind="cuda", capability=(90,),
+         kernel="attention/prefill_sm90", fits=few_queries),
+    Rule("attention", "generated", 70, "fewer queries than a tile over 4,096 keys and more: with heads packed 0.42 - 0.44 x the time of "
+         "split_mma, 1.05 - 1.07 x of FlashAttention-4 (the same run)", target_kind="cuda", capability=(90,),
+         kernel="attention/prefill_sm90", fits=packed_queries),
     Rule("attention", "generated", 69, "a decode: split_mma reads the keys once for the heads that share them, on all SMs: 0.97 - 1.7 x "
          "as fast as FlashAttention-2; cuDNN, where it may be taken, takes 0.70 - 1.0 x its time (H200, 2026-11-30, "
          "tools/bench/results/h200_decode_dense.json)", target_kind="cuda", kernel="attention/split_mma", when=decode),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,10 @@ from kernelgen import settings
 from kernelgen.cli import cli
 from kernelgen.dispatch import rules, select
 from kernelgen.dispatch.backends import backends
+from kernelgen.dispatch.rules import rule_of
 from kernelgen.errors import DeviceError, NoBackendError, SettingsError, ShapeError, ToolchainMissing
+from kernelgen.problems.attention import AttentionProblem
+from kernelgen.targets import Target
 
 
 def _qkv(d: int = 64, dtype: torch.dtype = torch.float32, s: int = 17) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -182,6 +186,25 @@ def test_measured_rows_hold_for_the_dtypes_that_they_name(dtype: str, score: flo
     for decision, library in ((attention, "cuDNN"), (gemm, "cuBLAS")):
         row = next(c for c in decision.candidates if c.backend == "torch")
         assert row.verdict.ok and row.score == score and (library in row.note) == (score == 70)
+
+
+@pytest.mark.parametrize("queries, keys, heads, kv_heads, batch, score", [
+    (16, 4096, 32, 8, 1, 76), (64, 16384, 32, 8, 1, 76), (128, 65536, 32, 8, 1, 76), (512, 16384, 40, 8, 1, 76), (64, 16384, 8, 8, 1, 76),
+    (16, 16384, 32, 8, 8, 76), (64, 16384, 32, 8, 8, 70), (128, 16384, 32, 8, 8, 64), (512, 4096, 32, 8, 1, 64), (4096, 4096, 8, 8, 1, 64),
+    (8, 16384, 32, 8, 1, 50), (16, 2048, 32, 8, 1, 50),
+])
+def test_few_queries_over_many_keys_on_hopper(queries: int, keys: int, heads: int, kv_heads: int, batch: int, score: float) -> None:
+    target = replace(Target.parse("sm_90a"), sm_count=132)
+    problem = AttentionProblem("dense", batch, queries, keys, heads, kv_heads, 128, 128, "bf16", "bf16", "bf16", causal=True)
+
+    def score_of(problem: AttentionProblem, target: Target = target) -> float:
+        rule = rule_of("generated", "attention/prefill_sm90", problem, target)
+        return rule.score if rule else 0.0
+
+    assert score_of(problem) == score
+    for change in ({"alibi": True}, {"mask": "dense"}, {"batch_invariant": True}, {"layout": "ragged"}):
+        assert score_of(replace(problem, **change)) <= 64  # type: ignore[arg-type]
+    assert score_of(problem, Target.parse("sm_100")) <= 64
 
 
 def test_families_of_one_kind_import_no_module_of_the_other() -> None:

@@ -18,7 +18,7 @@ from kernelgen.targets import target_of
 from kernelgen.tensors import AttentionTensors
 from kernelgen.testing import prefill_gpu
 from kernelgen.testing.adapters import aligned, only
-from kernelgen.testing.attention_calls import compare_nonfinite
+from kernelgen.testing.attention_calls import compare_call, compare_nonfinite
 from kernelgen.testing.attention_cases import Spec, check, make_problem, specs
 from kernelgen.testing.data import cu_seqlens, poisoned_empty, random_tensors, seed_of
 from kernelgen.testing.prefill_cases import FEW_QUERIES, NUMBERS_OF_FEW, Case, run
@@ -157,6 +157,18 @@ def test_few_queries_of_groups(config: Config, heads: tuple[int, int]) -> None:
     for case in (base, replace(base, q_lens=(1, 1), alibi=True), window, replace(base, q_lens=(3 * tile,), k_lens=(tile,), lse=False),
                  replace(base, k_lens=(2000, 2000), kv_lens=(1999, 3)), ragged):
         run(case, prefill_sm90, build.kernel, what="groups", device=CUDA)
+
+
+@pytest.mark.parametrize("features", [{"causal": True}, {"soft_cap": 20.0}, {"window": (4500, 3)}, {"causal": True, "kv_lens": (5000, 77)}],
+                         ids=str)
+@pytest.mark.parametrize("sq, heads", [(16, (32, 8)), (70, (14, 2)), (150, (4, 4)), (300, (12, 4))], ids=str)
+def test_few_queries_by_the_public_function(sq: int, heads: tuple[int, int], features: dict[str, Any]) -> None:
+    """What is chosen there by itself has its keys split."""
+    seed = seed_of("sm90 few queries", sq, heads, features)
+    problem = AttentionProblem("dense", 2, sq, 5000, *heads, 128, 128, "bf16", "bf16", "bf16", causal=True)
+    assert next(prefill_sm90.candidates(problem, target_of(CUDA))).splits > 1
+    given = features | ({"kv_lens": torch.tensor(features["kv_lens"], dtype=torch.int32, device=CUDA)} if "kv_lens" in features else {})
+    compare_call(*prefill_gpu.inputs(2, sq, 5000, *heads, 128, seed=seed), seed=seed, what=f"{sq} {heads} {features}", **given)
 
 
 def test_split_keys_in_a_cuda_graph_and_on_two_streams() -> None:

@@ -85,10 +85,12 @@ class Operands(NamedTuple):
 
 def cases() -> list[Case]:
     """Those first that leave most of the chip idle."""
-    found = [Case(batch, queries, keys) for batch in (1, 8) for keys in (16384, 65536, 4096) for queries in (16, 64, 128, 512)]
-    # 160 tiles, of which 28 have a round of their own; no group, a large one, other head dims.
-    return [*found, Case(1, 512, 16384, 40), Case(1, 64, 16384, 8), Case(1, 64, 16384, 64), Case(1, 64, 16384, dim=64),
-            Case(1, 64, 16384, 16, 4, 256)]
+    few, many = ([Case(b, q, keys) for keys in (16384, 65536, 4096) for q in (16, 64, 128, 512)] for b in (1, 8))
+    # 160 tiles, of which 28 have a round of their own; no group, a large one, other head dims; other lengths.
+    others = [Case(1, 512, 16384, 40), Case(1, 64, 16384, 8), Case(1, 64, 16384, 64), Case(1, 64, 16384, dim=64), Case(4, 64, 4096),
+              Case(1, 64, 16384, 16, 4, 256), Case(1, 16, 16384, 16, 4, 256), Case(1, 128, 16384, 32, 32, 64), Case(1, 1000, 16384, 12, 4)]
+    others += [Case(1, q, 16384) for q in (1, 4, 8, 32, 256)] + [Case(8, 1, 16384), Case(8, 8, 4096), Case(1, 8, 65536)]
+    return few + others + [Case(1, q, keys) for keys in (2048, 1024) for q in (16, 64, 128)] + many
 
 
 # Tiles to pack and to split.
@@ -97,9 +99,11 @@ _WIDE_TILES = (Config(1, 64, 3, False), Config(1, 64, 2, False), Config(2, 64, 2
 
 
 def configs_of(case: Case, target: Target) -> Iterator[Config]:
-    """The one in use; packed, split, both, each with as many splits as leave no SM idle, and twice as many."""
+    """The one in use; that of one block for a head's tile; packed, split, both, each with as many splits as leave no SM idle, and twice
+    as many."""
     problem = case.problem()
     yield next(prefill_sm90.candidates(problem, target))
+    yield next(c for c in prefill_sm90.candidates(problem, target) if not c.pack_gqa and c.splits == 1)
     yield from (Config(1, 128, 2, False, pack_gqa=True), Config(2, 128, pack_gqa=True))
     for packed in (False, True):
         for tile in _TILES if case.dim <= 128 else _WIDE_TILES:
@@ -121,14 +125,15 @@ def candidates_of(case: Case, target: Target) -> dict[str, tuple[Any, Any]]:
     return found
 
 
-def peers_of() -> dict[str, Callable[[Operands], torch.Tensor]]:
-    def library(o: Operands, name: str) -> torch.Tensor:
-        kernelgen.attention(o.q, o.k, o.v, causal=True, out=o.out, backend=name)
-        return o.out
+def _library(o: Operands, name: str) -> torch.Tensor:
+    kernelgen.attention(o.q, o.k, o.v, causal=True, out=o.out, backend=name)
+    return o.out
 
+
+def peers_of() -> dict[str, Callable[[Operands], torch.Tensor]]:
     found: dict[str, Callable[[Operands], torch.Tensor]] = {}
     if not not_installed("cudnn"):
-        found["cudnn"] = partial(library, name="cudnn")
+        found["cudnn"] = partial(_library, name="cudnn")
     if not not_installed("flash_attn.cute"):
         from flash_attn.cute import flash_attn_func
 
@@ -176,8 +181,11 @@ def measured(case: Case, protocol: Protocol, target: Target, kernel_of: Callable
         return call
 
     own, peers = candidates_of(case, target), peers_of() if protocol.device == "cuda" else {}
+    chosen = partial(_library, name="auto")
     makers: dict[str, Callable[[], Any]] = {name: partial(bound, *pair) for name, pair in own.items()}
     makers |= {name: partial(peers.__getitem__, name) for name in peers}
+    if protocol.device == "cuda":
+        makers["auto"] = lambda: chosen
     calls: dict[str, Callable[[Operands], Any]] = {}
     notes: dict[str, str] = {}
     for name, make in makers.items():
@@ -210,8 +218,11 @@ def table(rows: Sequence[Row]) -> list[str]:
             kinds[kind].append((us, name))
         best = [f"{kind} {min(of)[0]:.1f} ({min(of)[1]})" for kind, of in kinds.items() if of]
         others = [f"{name} {us:.1f}" for name, us in timed.items() if name not in own]
-        ahead = min((us for name, us in timed.items() if name not in own), default=0.0) / min(own.values()) if own else 0.0
-        lines += [f"{problem} best of the others over ours {ahead:.2f}", "    " + ", ".join(best), "    " + ", ".join(others)]
+        rest = [us for name, us in timed.items() if name not in own and name != "auto"]
+        ahead = min(rest, default=0.0) / min(own.values()) if own else 0.0
+        used = found[0].us.median if found[0].us else 0.0
+        lines += [f"{problem} best of the others over ours {ahead:.2f}; in use {found[0].candidate} {used:.1f}"]
+        lines += ["    " + ", ".join(best), "    " + ", ".join(others)]
         lines += [f"    NOT TIMED {row.candidate}: {row.note}" for row in found if row.note]
     return lines
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -23,6 +24,7 @@ from kernelgen.kernels.attention.prefill_sm90_split import (
     MERGE_THREADS,
     bind_split,
     divides,
+    leading,
     of_few_queries,
     packed_heads,
     queries_of,
@@ -135,8 +137,10 @@ def candidates(problem: AttentionProblem, target: Target) -> Iterator[Config]:
     idle = not p.batch_invariant and 0 < row_tiles_of(p, _TALL)[1] <= (target.sm_count or 0) // 2
     rows = (row for row in TABLE if widest <= row.head_dim and row.masked == masked and (idle or not row.idle))
     fitting = next((row for row in rows if row.keys is None or (keys is not None and keys <= row.keys)), None)
-    wanted = fitting.configs if fitting else ()
-    return (c for c in (*wanted, *of_few_queries(p, target)) if legal(p, target, c))
+    wanted: Iterable[Config] = fitting.configs if fitting else ()
+    few = of_few_queries(p, target)
+    wanted = chain(few, wanted) if leading(p, target) else chain(wanted, few)
+    return (c for c in wanted if legal(p, target, c))
 
 
 def grid(problem: AttentionProblem, target: Target) -> Iterator[Config]:

@@ -30,8 +30,13 @@ _FEWEST_KEYS = 256  # of a part: below, what it reads is no more than what it le
 # An estimate in keys of a tile, 14 ns each with D 128 (128 rows by products, 64 by their bytes from memory): what a tile takes beside its
 # keys, the merge as a kernel, and its rows, of which so many are written and read in that time.
 _TILE, _MERGE, _MERGED_ROWS = 256, 400, 55
-# Tiles of few queries: those of one consumer first, which 64 packed rows fill; as many stages as fit.
-_FEW = tuple(Config(consumers, keys, stages, consumers > 1) for consumers in (1, 2) for keys, stages in ((128, 3), (128, 2), (64, 2)))
+# Tiles of few queries, as many stages as fit: up to 64 packed rows, more, and of short parts, two blocks of an SM.
+_NARROW = (*(Config(1, 128, stages, False) for stages in (3, 2)), *(Config(1, 64, stages, False) for stages in (3, 2)))
+_WIDE = (Config(2, 128, 3), Config(2, 128), Config(2, 64))
+_SHORT, _SHORT_PART = Config(1, 64, 3, False, resident=2), 512  # keys
+_ROUNDS = 8  # that parts may take
+# Where they were timed: keys of a request from which, and how many for each of its queries.
+_KEYS, _KEYS_PER_QUERY, _QUERIES = 4096, 8, 16
 
 
 def packed_heads(problem: AttentionProblem, config: Config) -> int:
@@ -60,33 +65,63 @@ def divides(problem: AttentionProblem, config: Config) -> Verdict:
     )
 
 
+def _requests(problem: AttentionProblem) -> int:
+    """By which tokens are to be divided for those of a request, of a ragged batch in the mean."""
+    return max(problem.batch, 1) if problem.layout == "ragged" else 1
+
+
+def _tiles(problem: AttentionProblem, config: Config) -> int:
+    p, requests = problem, _requests(problem)
+    of_request = -(-p.seq_q // (requests * queries_of(p, config)))
+    return of_request * p.batch * (p.num_q_heads // packed_heads(p, config))
+
+
 def splits_for(problem: AttentionProblem, target: Target, config: Config) -> int:
     """As many as the estimate takes the least time with: parts fill the SMs in few rounds. 1 where the batch must not matter."""
-    p, packed = problem, packed_heads(problem, config)
+    p, tiles, keys = problem, max(_tiles(problem, config), 1), cut.keys_in_sight(problem) // _requests(problem)
     if p.batch_invariant:
         return 1
-    tiles = -(-p.seq_q // queries_of(p, config)) * (p.num_q_heads // packed)
-    tiles = tiles + p.batch * (p.num_q_heads // packed) if p.layout == "ragged" else tiles * p.batch
-    keys = cut.keys_in_sight(p) // (max(p.batch, 1) if p.layout == "ragged" else 1)
-    rows = p.seq_q * (1 if p.layout == "ragged" else p.batch) * p.num_q_heads
-    places = max(target.sm_count * config.resident, 1)
+    rows = p.seq_q * (p.batch if p.layout == "dense" else 1) * p.num_q_heads
+    places, most = max(target.sm_count * config.resident, 1), min(keys // _FEWEST_KEYS, MAX_SPLITS)
 
     def time(splits: int) -> float:
         merge = _MERGE + splits * rows / _MERGED_ROWS if splits > 1 else 0.0
         return -(-tiles * splits // places) * config.resident * (keys / splits + _TILE) + merge
 
-    return min(range(1, max(1, min(keys // _FEWEST_KEYS, MAX_SPLITS)) + 1), key=time)
+    filling = {min(rounds * places // tiles, most) for rounds in range(1, _ROUNDS + 1)}
+    return min(sorted({1} | {splits for splits in filling if splits > 1}), key=time)
 
 
 def of_few_queries(problem: AttentionProblem, target: Target) -> Iterator[Config]:
-    """For calls that do not fill a tile of two consumers, or whose tiles leave SMs idle: heads packed, keys split, legal or not."""
-    p = problem
-    queries = p.seq_q // (max(p.batch, 1) if p.layout == "ragged" else 1)
-    for tile in () if p.batch_invariant else _FEW:
-        config = replace(tile, pack_gqa=2 <= p.group_size <= _ROWS)
-        config = replace(config, splits=splits_for(p, target, config))
-        if config.splits > 1 or (config.pack_gqa and queries < 2 * _ROWS):
+    """For calls that do not fill tiles of a head, or whose tiles leave SMs idle, best guess first, legal or not: keys split, and heads
+    packed where that makes fewer tiles."""
+    p, group = problem, problem.group_size
+    packable = 2 <= group <= _ROWS
+    if p.batch_invariant:
+        return
+
+    def fitted(tile: Config) -> Config:
+        packed = replace(tile, pack_gqa=packable)
+        if _tiles(p, packed) >= _tiles(p, tile):
+            packed = tile
+        return replace(packed, splits=splits_for(p, target, packed))
+
+    few = p.seq_q * (group if packable else 1) <= _ROWS * _requests(p)
+    short = few and cut.keys_in_sight(p) <= _SHORT_PART * _requests(p) * fitted(_NARROW[0]).splits
+    for tile in (*((_SHORT,) if short else ()), *_NARROW, *_WIDE) if few else (*_WIDE, *_NARROW):
+        config = fitted(tile)
+        if config.pack_gqa or config.splits > 1:
             yield config
+
+
+def leading(problem: AttentionProblem, target: Target) -> Config | None:
+    """The first of those where they were the fastest (docs/design/prefill_sm90.md), which then is the first candidate."""
+    p, keys = problem, cut.keys_in_sight(problem)
+    one_by_one = p.mask or p.variant or p.alibi
+    timed = p.layout == "dense" and not one_by_one and min(p.head_dim, p.head_dim_v) >= 64
+    if not timed or p.seq_q < _QUERIES or keys < max(_KEYS, _KEYS_PER_QUERY * p.seq_q):
+        return None
+    return next(of_few_queries(p, target), None)
 
 
 def bind_split(

@@ -222,15 +222,29 @@ def test_tiles_of_packed_heads_and_split_keys() -> None:
     assert prefill_sm90.row_tiles_of(ragged, Config(2, 64, pack_gqa=True, splits=5)) == (0, 6 * 4 * 5)
 
 
-def test_candidates_of_few_queries_come_behind_the_table() -> None:
-    """No rule takes them yet; a tuning tries them."""
+def test_candidates_of_few_queries() -> None:
+    """First where they were timed, behind the table's elsewhere, where a tuning tries them."""
     few = replace(BASE, batch=1, num_q_heads=32, num_kv_heads=8, seq_q=64, seq_k=16384, causal=True)
-    first, *more = prefill_sm90.candidates(few, H200)
-    assert first == Config(1, 128, 3, False) and Config(2, 128, 3, pack_gqa=True, splits=8) in more
+
+    def plain(config: Config) -> bool:
+        return not config.pack_gqa and config.splits == 1
+
+    def found(**change: Any) -> list[Config]:
+        return list(prefill_sm90.candidates(replace(few, **change), H200))
+
+    for change, first in (
+            ({}, Config(2, 128, 3, pack_gqa=True, splits=8)), ({"seq_q": 128}, Config(2, 128, 3, splits=4)),
+            ({"seq_q": 16}, Config(1, 128, 3, False, pack_gqa=True, splits=16)), ({"batch": 8}, Config(2, 128, pack_gqa=True)),
+            ({"seq_q": 16, "seq_k": 4096}, Config(1, 64, 3, False, resident=2, pack_gqa=True, splits=16)),
+            ({"num_kv_heads": 32}, Config(1, 128, 3, False, splits=4)),
+            ({"num_q_heads": 8 * 7}, Config(2, 128, 3, pack_gqa=True, splits=4))):
+        assert found(**change)[0] == first, change  # type: ignore[arg-type]
+        assert any(map(plain, found(**change)))  # type: ignore[arg-type]
+    for change in ({"seq_q": 8}, {"seq_k": 2048}, {"alibi": True}, {"mask": "dense"}, {"layout": "ragged", "batch": 2}):
+        configs = found(**change)  # type: ignore[arg-type]
+        assert plain(configs[0]) and any(c.splits > 1 for c in configs), change
     for change in ({"seq_q": 4096}, {"batch_invariant": True}):
-        assert not any(c.pack_gqa or c.splits > 1 for c in prefill_sm90.candidates(replace(few, **change), H200))  # type: ignore[arg-type]
-    one_head_each = replace(few, num_kv_heads=32)
-    assert all(not c.pack_gqa for c in prefill_sm90.candidates(one_head_each, H200))
+        assert all(map(plain, found(**change))), change  # type: ignore[arg-type]
 
 
 def test_parts_fill_the_sms_in_few_rounds() -> None:
