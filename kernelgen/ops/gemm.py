@@ -50,6 +50,7 @@ from kernelgen.ops.products import (
     scale_view,
     split_output,
 )
+from kernelgen.ops.totals import check_totals_apart, make_totals, named, new_totals, split_totals
 from kernelgen.ops.weights import PackedWeight
 from kernelgen.problems.common import alignment_of
 from kernelgen.problems.gemm import FUNCTION, GemmProblem
@@ -91,7 +92,8 @@ def gemm(
     With ``out_scale`` ("tensor", "row", "block_1x128") the result is (fp8 codes, float32 scale) as from quantize_fp8, and
     ``out`` the codes, or both.
 
-    ``epilogue``, made by :func:`kernelgen.epilogue`, is a function of yours in the place of bias, activation and c.
+    ``epilogue``, made by :func:`kernelgen.epilogue`, is a function of yours in the place of bias, activation and c. Where it reduces
+    over rows the result is (out, {name: (.., M) float32}), and ``out`` may be such a pair, too, of contiguous totals.
 
     Raises ShapeError, DtypeError, DeviceError, LayoutError, SettingsError; NoBackendError with the table of reasons; CompileError.
     """
@@ -106,7 +108,7 @@ def gemm(
             a.shape, b.shape, a.stride(), b.layout if packed else b.stride(), a.dtype, None if packed else b.dtype, a.device,  # type: ignore[union-attr]
             b.device, (address_a | address_b) & 15, layout_of(bias), activation, gate_up, accumulate, out_dtype, deterministic,
             backend, grad, layout_of(c), beta, layout_of(scale_a), layout_of(scale_b), out_scale,
-            layout_of(out, written=True) if type(out) is not tuple else tuple([layout_of(t, written=True) for t in out]),
+            layout_of(out, written=True) if type(out) is not tuple else tuple([_layout_of_part(t) for t in out]),
             None if epilogue is None else getattr(epilogue, "layout", None),
         )
         if not (address_a and address_b) or a.is_neg() or (not packed and b.is_neg()):  # type: ignore[union-attr]
@@ -128,11 +130,21 @@ def gemm(
         generated = decision.chosen is not None and decision.chosen.backend == "generated"
         if generated:
             remember(_calls, key, _prepared_generated(call, run))
-        elif not packed and c is scale_a is out_scale:
+        elif not packed and c is scale_a is out_scale and not call.result.totals:
             remember(_calls, key, _prepared(call.tensors, call.result.shape, run))
     value = deliver(run(call.tensors), call.tensors.out, call.tensors.out_scale, call.result)
+    if call.result.totals:
+        assert epilogue is not None
+        value = value[0], named(epilogue.totals, value[1])
+        out = split_totals(out, epilogue.totals)
     wrote(out)
     return value
+
+
+def _layout_of_part(part: Any) -> Any:
+    if type(part) is dict:  # totals by name
+        return tuple([(name, layout_of(t, written=True)) for name, t in part.items()])
+    return layout_of(part, written=True)
 
 
 def deliver(value: Any, out: torch.Tensor, scale: torch.Tensor | None, result: Result) -> Any:
@@ -141,12 +153,14 @@ def deliver(value: Any, out: torch.Tensor, scale: torch.Tensor | None, result: R
     if value is not None:
         if not isinstance(value, tuple):
             return value.view(result.shape)
+        if result.totals:
+            return value[0].view(result.shape), tuple([t.view(result.shape[:-1]) for t in value[1]])
         assert result.scale is not None
         return value[0].view(result.shape), value[1].reshape(result.scale.shape)
     if not is_view(result.out):
         result.out.copy_(out.view(result.shape))
     if result.scale is None:
-        return result.out
+        return (result.out, result.totals) if result.totals else result.out
     if scale is not None and not is_view(result.scale):
         result.scale.copy_(scale.view(result.scale.shape))
     return result.out, result.scale
@@ -158,13 +172,22 @@ def _prepared_generated(sample: Described, run: Any) -> Callable[..., Any]:
     shape, dtype, same, beta = tuple(out.shape), out.dtype, out.dtype == sample.tensors.a.dtype, sample.tensors.beta
     scale_shape = None if scale is None else tuple(scale.shape)
     packed, pack, device = sample.problem.weight_format is not None, GemmTensors, out.device
-    meets = meeting(out, sample.tensors)
+    meets, sums = meeting(out, sample.tensors), sample.result.totals
+    total_dtype, count = (sums[0].dtype, len(sums)) if sums else (dtype, 0)
 
     def call(a: torch.Tensor, b: Any, bias: Any, c: Any, scale_a: Any, scale_b: Any, out: Any, epilogue: Any) -> Any:
         zero = scale = None
         if packed:
             b, scale_b, zero = b.codes, b.scale, b.zero
-        given = out
+        given, totals = out, ()
+        if count:
+            names = epilogue.totals
+            out, totals = split_totals(out, names)
+            if totals:
+                check_totals_apart(totals, epilogue, out=out, a=a, b=b, scale_a=scale_a, scale_b=scale_b)
+                given = (out, totals)
+            else:
+                totals = new_totals(a, count, shape[:-1], total_dtype)
         if scale_shape is not None:
             out, scale = split_output(out, "")
             scale = a.new_empty(scale_shape, dtype=torch.float32) if scale is None else scale
@@ -178,7 +201,10 @@ def _prepared_generated(sample: Described, run: Any) -> Callable[..., Any]:
         if epilogue is None:
             run(pack(a, b, out, bias, c, beta, scale_a, scale_b, zero, scale))
         else:
-            run(pack(a, b, out, scale_a=scale_a, scale_b=scale_b, zero_b=zero, epilogue=epilogue, words=epilogue.words(device)))
+            run(pack(a, b, out, scale_a=scale_a, scale_b=scale_b, zero_b=zero, epilogue=epilogue, words=epilogue.words(device),
+                     totals=totals))
+        if count:
+            return out, named(names, totals)
         return out if scale is None else (out, scale)
 
     return call
@@ -231,6 +257,8 @@ def _describe(a: torch.Tensor, b: Weight, scale_a: torch.Tensor | None, scale_b:
     """Check everything, allocate the output."""
     parts = packed_parts(b)
     check_required(a=a, b=parts[0])
+    out, given = split_totals(e.out, e.function.totals if isinstance(e.function, EpilogueFunction) else ())
+    e = e._replace(out=out)
     check_tensors(a=a, b=parts[0], bias=e.bias, c=e.c, scale_a=scale_a, scale_b=scale_b,
                   **dict(zip(("out", "out_scale"), split_output(e.out, e.out_scale))))
     check_flags(deterministic=e.deterministic)
@@ -252,9 +280,12 @@ def _describe(a: torch.Tensor, b: Weight, scale_a: torch.Tensor | None, scale_b:
     check_addend(e.c, shape)
     grad = needs_torch(a, parts[0], e.bias, e.c, scale_a, scale_b, *(e.function.tensors.values() if e.function is not None else ()))
     result = make_result(e, a, shape, grad=grad)
-    if e.out is not None:
+    if traced is not None and traced.totals:
+        result = result._replace(totals=make_totals(given, e.function.totals, a, grad=grad))
+    if e.out is not None or given:
         check_results_apart(result, e, a=a, b=parts[0], scale_a=scale_a, scale_b=scale_b)
         check_apart_from_extras(result.out, e.function)
+        check_totals_apart(given, e.function, out=result.out, a=a, b=parts[0], scale_a=scale_a, scale_b=scale_b)
     # With a shared b the batch stays: folding it into M would ask for more of a's strides. What does not fold is copied, and an
     # output copied back in the end.
     a3, out3, c3 = as_batch(a), as_batch(result.out), None if e.c is None else as_batch(e.c)
@@ -270,7 +301,8 @@ def _describe(a: torch.Tensor, b: Weight, scale_a: torch.Tensor | None, scale_b:
     )
     out_scale = scale_view(e.out_scale, result.scale)
     words_of = None if e.function is None or a.device.type == "meta" else e.function.words(a.device)
-    tensors = GemmTensors(a3, b3, out3, e.bias, c3, beta_of(e), view_a, view_b, zero, out_scale, epilogue=e.function, words=words_of)
+    tensors = GemmTensors(a3, b3, out3, e.bias, c3, beta_of(e), view_a, view_b, zero, out_scale, epilogue=e.function, words=words_of,
+                          totals=tuple([t.view(a3.shape[:2]) for t in result.totals]))
     return Described(problem, tensors, result)
 
 

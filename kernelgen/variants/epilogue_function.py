@@ -13,6 +13,7 @@ import torch
 
 from kernelgen.errors import DeviceError, SettingsError, ShapeError, VariantError
 from kernelgen.library.forms import epilogues
+from kernelgen.variants.row_reductions import reduced, taken_apart
 
 if TYPE_CHECKING:
     from kernelgen.variants.epilogue import TracedEpilogue
@@ -38,6 +39,11 @@ class EpilogueFunction:
         from kernelgen.variants.epilogue import trace_function
 
         return trace_function(self.function, self.tensors, self.scalars, self.gated, self.name)
+
+    @property
+    def totals(self) -> tuple[str, ...]:
+        """Names of the function's reductions over rows."""
+        return tuple(total.name for total in self.traced.totals)
 
     @cached_property
     def layout(self) -> tuple[Any, ...]:
@@ -75,6 +81,10 @@ class EpilogueFunction:
 
     def apply(self, product: torch.Tensor, gate_up: str) -> torch.Tensor:
         """By torch's operators: (B, M, N) in float32 or float64 to (B, M, outputs) of the same type."""
+        return self.evaluate(product, gate_up)[0]
+
+    def evaluate(self, product: torch.Tensor, gate_up: str) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """The same, and its totals over rows, each (B, M)."""
         parts: tuple[torch.Tensor, ...] = (product,)
         if self.gated:
             half = product.shape[-1] // 2
@@ -85,10 +95,14 @@ class EpilogueFunction:
             ("batch", batch, (-1, 1, 1)), ("row", rows, (-1, 1)), ("column", columns, (-1,)))}
         for name, t in self.tensors.items():
             values[name] = t.to(product.dtype) if t.is_floating_point() else t if t.dtype == torch.bool else t.to(torch.int64)
-        made = self.function(*parts, SimpleNamespace(**values, **self.scalars))
-        if not isinstance(made, (torch.Tensor, int, float)):
-            raise VariantError(f"epilogue: the function returned {type(made).__name__}, expected a number of each element")
-        return torch.as_tensor(made, device=product.device).to(product.dtype).expand(parts[0].shape)
+        value, totals = taken_apart(self.function(*parts, SimpleNamespace(**values, **self.scalars)))
+
+        def full(made: Any) -> torch.Tensor:
+            if not isinstance(made, (torch.Tensor, int, float)):
+                raise VariantError(f"epilogue: the function returned {type(made).__name__}, expected a number of each element")
+            return torch.as_tensor(made, device=product.device).to(product.dtype).expand(parts[0].shape)
+
+        return full(value), tuple(reduced(r.kind, full(r.value)) for r in totals.values())
 
 
 def epilogue(
@@ -105,6 +119,9 @@ def epilogue(
     tensors    extra tensors, read as ``ctx.name[i, j]``, of one dimension or more
     scalars    extra Python numbers, read as ``ctx.name``; another value is no other kernel
     name       what it is called in explanations
+
+    A function may return ``(value, {"sum_sq": kernelgen.row_sum(value * value)})``, with sums and largest values over the rows of the output,
+    which the call then returns beside it.
 
     ctx holds batch (of all leading dimensions), row and column of the output. Functions are those of variants of attention
     (``kernelgen.variant``): torch's elementwise ones, ``torch.where``, Python's operators and comparisons; numbers that the function

@@ -15,7 +15,7 @@ from kernelgen.kernels.gemm import dense_sm90, dense_sm90_cute, gemm_cpu, gemm_m
 from kernelgen.settings import settings
 from kernelgen.targets import Target, target_of
 from kernelgen.testing.cuda_emulator import EmulatedKernel
-from kernelgen.testing.epilogues import EPILOGUES
+from kernelgen.testing.epilogues import EPILOGUES, TOTALS
 from kernelgen.testing.installed import toolchain_installed
 from kernelgen.testing.mma_products import Product, make, problem_of, run_product
 from kernelgen.testing.ptx_emulator import EmulatedCute
@@ -35,7 +35,7 @@ def _case(name: str, index: int, **more: Any) -> Product:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
-@pytest.mark.parametrize("name", EPILOGUES)
+@pytest.mark.parametrize("name", (*EPILOGUES, *TOTALS))
 def test_in_generated_cpp(name: str, dtype: str) -> None:
     for index in range(3):
         case = replace(_case(name, index), a=dtype, out=dtype, pad=index)
@@ -55,10 +55,15 @@ def test_lane_by_lane(name: str, family: str) -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None or not toolchain_installed("cutedsl"), reason="needs g++ and CuTe-DSL")
 def test_in_cute_dsl() -> None:
-    """Its compiled kernel, host side included, by the emulator of PTX."""
-    case, folder = Product(70, 272, 72, "bf16", epilogue="residual", batch=2), settings().cache_dir / "emulated_ptx"
-    run_product(case, dense_sm90_cute.FAMILY, HOPPER, lambda spec: EmulatedCute(spec, folder, seed=case.seed),
-                dense_sm90_cute.Config(1, 2, 128, 3))
+    """Its compiled kernel, host side included, by the emulator of PTX; totals over rows with tiles that end past the last column, and in
+    clusters tiles that have none."""
+    folder = settings().cache_dir / "emulated_ptx"
+    for case, config in (
+        (Product(70, 272, 72, "bf16", epilogue="residual", batch=2), dense_sm90_cute.Config(1, 2, 128, 3)),
+        (Product(150, 328, 72, "bf16", epilogue="norm", batch=2), dense_sm90_cute.Config(1, 2, 128, 3, cluster_n=2, pingpong=True)),
+        (Product(200, 272, 136, "fp16", epilogue="gate_total"), dense_sm90_cute.Config(2, 2, 128, 3)),
+    ):
+        run_product(case, dense_sm90_cute.FAMILY, HOPPER, lambda spec, seed=case.seed: EmulatedCute(spec, folder, seed=seed), config)
 
 
 def test_what_cute_dsl_does_not_have() -> None:
