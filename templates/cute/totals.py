@@ -6,6 +6,7 @@ from cutlass import Float32, Int32, cute
 from kernelgen_cute import functions, layouts
 
 ROWS = 2  # of 64, that a thread has terms of
+AHEAD = 16
 
 
 def none(kind):
@@ -22,11 +23,15 @@ def begin(parts, kinds):
             parts[ROWS * i + half] = none(kind)
 
 
-def add(parts, kinds, half, terms, counts):
-    """Of one element, of the upper or lower row; ``counts``: whether its column exists."""
+def add(parts, kinds, v, terms, pair, exists):
+    """Terms of the v-th sum of a thread (layouts.place): of two neighbours at once, of which both exist or none, as rows have eights of
+    columns. ``pair``: a list that holds the first's."""
+    if v % 2 == 0:
+        pair[:] = terms
+        return
     for i, kind in enumerate(kinds):
-        at = ROWS * i + half
-        parts[at] = both(kind, parts[at], functions.where(counts, terms[i], none(kind)))
+        at = ROWS * i + v // 2 % 2
+        parts[at] = both(kind, parts[at], functions.where(exists, both(kind, pair[i], terms[i]), none(kind)))
 
 
 @cute.jit
@@ -45,8 +50,10 @@ def leave(parts: cute.Tensor, kinds: cutlass.Constexpr, partials: cute.Tensor, r
 
 @cute.jit
 def total(kind: cutlass.Constexpr, partials: cute.Tensor, row: cutlass.Int32, batch: cutlass.Int32, i: cutlass.Constexpr, to: cute.Tensor):
-    """One row's, in the order of its columns."""
-    part = none(kind)
-    for tile in cutlass.range(cute.size(partials, mode=[1]), unroll=16):
-        part = both(kind, part, partials[row, tile, batch, i])
+    """One row's, in the order of its columns; so many loads are on their way at a time, past the last tile that of the last."""
+    tiles, part = cute.size(partials, mode=[1]), none(kind)
+    for first in cutlass.range(0, tiles, AHEAD, unroll=1):
+        loaded = [partials[row, functions.smaller(first + ahead, tiles - 1), batch, i] for ahead in range(AHEAD)]
+        for ahead in cutlass.range_constexpr(AHEAD):
+            part = both(kind, part, functions.where(first + ahead < tiles, loaded[ahead], none(kind)))
     to[batch, row] = part

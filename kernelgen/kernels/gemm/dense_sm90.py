@@ -19,6 +19,7 @@ from kernelgen.kernels.gemm.activations import splits
 from kernelgen.kernels.gemm.dense_configs import FITS, GATHERED, GROUPED, MEASURED, QUANTIZING, Config, Fit, Measured
 from kernelgen.kernels.gemm.mma import RESERVED_SHARED_MEMORY
 from kernelgen.kernels.gemm.requantize import Requantization
+from kernelgen.kernels.gemm.row_totals import reduces, with_totals
 from kernelgen.kernels.gemm.sm90 import (
     BLOCK_RECIPES,
     MMA_ROWS,
@@ -151,6 +152,7 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
         (c.split_k == 1 or c.blocks == c.split_k and not c.pingpong,
          f"config {c}: blocks that share K have one tile, and nothing to multicast or to take turns in"),
         (c.split_k == 1 or not quantizes(problem), f"config {c}: blocks that share K write no codes"),
+        (c.split_k == 1 or not reduces(problem), f"config {c}: blocks that share K do not reduce rows, as the epilogue asks for"),
         (c.split_k == 1 or problem.out_alignment == 16 or problem.out_dtype == "fp32",
          f"config {c}: blocks that share K write 16 bytes at a time, rows of c or out are aligned to {problem.out_alignment}"),
         (c.split_k <= -(-problem.k // depth(problem)),
@@ -384,13 +386,15 @@ def closure(problem: GemmProblem, config: Config, kernel: Any, tensors: Any, til
     if dealt and t.a.device.type == "cuda":
         counters.provide(device)
 
-    def run(t: Any) -> None:
+    def run(t: Any, parts: Any = None) -> None:
+        if parts is not None:
+            t = t._replace(c=parts)
         counter, memory = counters.counter(device) if dealt else (0, None)
         launch(blank + pack(*pointers(t), t.out_scale.data_ptr() if codes else 0, t.ends.data_ptr() if grouped else 0,
                             t.rows.data_ptr() if with_rows else 0, counter, t.row_weights.data_ptr() if scattered else 0) + tail)
         del memory
 
-    return run
+    return with_totals(p, -(-p.outputs // c.outputs(p.gated)), run)
 
 
 def _scales_fit_tma(problem: GemmProblem, t: Any) -> bool:

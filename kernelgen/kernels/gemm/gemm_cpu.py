@@ -350,7 +350,7 @@ def bind(
     pack = PARAMS.pointer_packer.pack
     work = entries * p.m * p.outputs + quantize_tasks if p.out_scale else 0
 
-    def run(t: Any, parts: torch.Tensor | None) -> None:
+    def run(t: Any, parts: torch.Tensor | None = None) -> None:
         sums = torch.empty(work, dtype=torch.float32, device="cpu") if work else t.out
         launch(pack(
             t.a.data_ptr(), t.b.data_ptr(), _address(added(p, t)), _address(t.c), sums.data_ptr(), _address(t.scale_a), _address(t.scale_b),

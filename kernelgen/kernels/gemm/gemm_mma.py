@@ -26,6 +26,7 @@ from kernelgen.kernels.gemm.mma import (
 )
 from kernelgen.kernels.gemm.mma_configs import candidates_by_cost
 from kernelgen.kernels.gemm.requantize import TEMPLATE, Requantization
+from kernelgen.kernels.gemm.row_totals import with_totals
 from kernelgen.problems.gemm import GemmProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
@@ -78,7 +79,9 @@ def bind(problem: GemmProblem, config: Config, kernel: Any, tensors: GemmTensors
         tensors.a.device.index or 0, grid=(_blocks(problem, config), 1, 1), block=(config.threads, 1, 1),
         shared_memory=config.shared_memory(form_of(problem)))
     quantize = _requantization(problem, kernel.spec.target)
-    return closure(problem, config, launch, tensors, quantize.bind(kernel, tensors) if quantize else None)
+    run = closure(problem, config, launch, tensors, quantize.bind(kernel, tensors) if quantize else None)
+    pieces = config.warp_tile[1] // (16 if problem.gated else 8)  # of a row in a warp, which leaves one partial: PartsOf::leave of the header
+    return with_totals(problem, -(-problem.outputs // (8 * (pieces if pieces & (pieces - 1) == 0 else 1))), run)
 
 
 def coverage() -> Iterable[tuple[GemmProblem, Config | None]]:

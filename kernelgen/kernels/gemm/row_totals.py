@@ -16,10 +16,14 @@ def partials(problem: Any, t: Any, tiles: int) -> torch.Tensor:
     return first.new_empty((len(t.totals), problem.batch, tiles, problem.m))
 
 
-def with_totals(problem: Any, tiles: int, run: Callable[[Any, Any], None]) -> Callable[[Any], None]:
-    """``run`` of a call's tensors and its partials' memory, None without totals; what it leaves there is added up behind it."""
-    if problem.epilogue is None or not problem.epilogue.totals:
-        return lambda t: run(t, None)
+def reduces(problem: Any) -> bool:
+    return problem.epilogue is not None and bool(problem.epilogue.totals)
+
+
+def with_totals(problem: Any, tiles: int, run: Callable[..., None]) -> Callable[[Any], None]:
+    """``run`` of a call's tensors and, where there are totals, the memory of their partials; what it leaves there is added up behind it."""
+    if not reduces(problem):
+        return run
     kinds = problem.epilogue.kinds
 
     def both(t: Any) -> None:

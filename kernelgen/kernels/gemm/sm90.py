@@ -12,6 +12,7 @@ from kernelgen.dtypes import DTYPES
 from kernelgen.errors import LayoutError
 from kernelgen.kernels.gemm.activations import ACTIVATION_NAMES, activation_words, added, function_parameters, gate_name, splits
 from kernelgen.kernels.gemm.requantize import TEMPLATE, Requantization
+from kernelgen.kernels.gemm.row_totals import reduces
 from kernelgen.problems.gemm import FUNCTION, MORE_ACTIVATIONS, GemmProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
@@ -184,7 +185,8 @@ def quantized(problem: Problem, sample: Any, quantize: Quantize,
 
 def addresses(problem: GemmProblem) -> Callable[[Any], tuple[int, ...]]:
     """The pointers of Params, in order, of the tensors of a call."""
-    with_bias, with_c, scaled = problem.bias or problem.epilogue is not None, problem.accumulate_c, problem.scales is not None
+    with_bias, scaled = problem.bias or problem.epilogue is not None, problem.scales is not None
+    with_c = problem.accumulate_c or reduces(problem)  # partials of totals, which dense_sm90 has in c's place
 
     def of(t: Any) -> tuple[int, ...]:
         return (

@@ -44,7 +44,7 @@ def test_in_generated_cpp(name: str, dtype: str) -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize("family", ["gemm_mma"])
-@pytest.mark.parametrize("name", EPILOGUES)
+@pytest.mark.parametrize("name", (*EPILOGUES, *TOTALS))
 def test_lane_by_lane(name: str, family: str) -> None:
     folder: Path = settings().cache_dir / "emulated"
     kernels, configs = CONFIGS[family]

@@ -6,6 +6,7 @@
 
 #include <kernelgen/cuda/vector_io.cuh>
 #include <kernelgen/gemm/mma_shape.cuh>
+#include <kernelgen/gemm/row_totals.h>
 
 namespace kernelgen {
 
@@ -60,7 +61,48 @@ struct MmaEpilogue : MmaShape<Options> {
 
   static constexpr bool kFunction = !is_same_v<typename Options::Function, void>;  // the user's, whose arguments are where a bias would be
 
-  __device__ static float call_function(const GemmMmaParams& p, float x, float y, int64_t batch, int64_t row, int column) {
+  // Its reductions over rows: `exists` is of the column.
+  static constexpr int kTotals = TotalsOf<typename Options::Function>::kCount;
+  template <int kCount, class = void>
+  struct PartsOf {
+    float of[kCount];
+
+    __device__ PartsOf() {
+#pragma unroll
+      for (int t = 0; t < kCount; ++t) of[t] = Options::Function::none(t);
+    }
+    __device__ void add(const float (&terms)[kCount]) {
+#pragma unroll
+      for (int t = 0; t < kCount; ++t) of[t] = Options::Function::both(t, of[t], terms[t]);
+    }
+    // Those of kSpan lanes, which have one row's neighbouring columns, to memory where c would be. By all lanes of a warp.
+    template <int kSpan>
+    __device__ void leave(const GemmMmaParams& p, int64_t batch, int64_t row, int column, bool exists) {
+      const int outputs = kGated ? p.n / 2 : p.n, tiles = ceil_div(outputs, 8 * kSpan);
+      float* partials = static_cast<float*>(const_cast<void*>(p.c));
+#pragma unroll
+      for (int t = 0; t < kCount; ++t) {
+#pragma unroll
+        for (int lanes = 1; lanes < kSpan; lanes *= 2) {
+          of[t] = Options::Function::both(t, of[t], __shfl_xor_sync(kFullWarp, of[t], lanes));
+        }
+        if (exists && lane_id() % kSpan == 0) partials[((t * p.groups + batch) * tiles + column / (8 * kSpan)) * p.m + row] = of[t];
+      }
+    }
+  };
+  template <class Nothing>
+  struct PartsOf<0, Nothing> {};
+  using Parts = PartsOf<kTotals>;
+
+  __device__ static float call_function(const GemmMmaParams& p, float x, float y, int64_t batch, int64_t row, int column, bool exists,
+                                        Parts& parts) {
+    if constexpr (kTotals > 0) {
+      float terms[kTotals];
+      const float value = Options::Function::value(x, y, {static_cast<int32_t>(batch), static_cast<int32_t>(row), column},
+                                                   static_cast<const int64_t*>(p.bias), terms);
+      if (exists) parts.add(terms);
+      return value;
+    } else
     return Options::Function::value(x, y, {static_cast<int32_t>(batch), static_cast<int32_t>(row), column},
                                     static_cast<const int64_t*>(p.bias));
   }
@@ -68,7 +110,7 @@ struct MmaEpilogue : MmaShape<Options> {
   // 8 outputs of one row from the 8 (16 when gated) sums they come from. `column` is the first output's, `count` how many
   // of the 8 exist.
   template <int Sums>
-  __device__ static void finish(const GemmMmaParams& p, float (&sums)[Sums], int64_t batch, int64_t row, int column, int count) {
+  __device__ static void finish(const GemmMmaParams& p, float (&sums)[Sums], int64_t batch, int64_t row, int column, int count, Parts& parts) {
     float values[8];
     const Linear linear(p, batch, row);
 #pragma unroll
@@ -79,11 +121,11 @@ struct MmaEpilogue : MmaShape<Options> {
           gate = linear(gate, gate_column(p, column + i));
           up = linear(up, up_column(p, column + i));
         }
-        if constexpr (kFunction) values[i] = call_function(p, gate, up, batch, row, column + i);
+        if constexpr (kFunction) values[i] = call_function(p, gate, up, batch, row, column + i, i < count, parts);
         else values[i] = activate_gate<Options::kActivation, Options::kClamped>(gate, up, p.alpha, p.limit);
       } else if constexpr (kFunction) {
         if (Options::kRowScales && i < count) sums[i] = linear(sums[i], column + i);
-        values[i] = call_function(p, sums[i], 0.0f, batch, row, column + i);
+        values[i] = call_function(p, sums[i], 0.0f, batch, row, column + i, i < count, parts);
       } else {
         if ((Options::kBias || Options::kRowScales) && i < count) sums[i] = linear(sums[i], column + i);
         values[i] = activate<Options::kActivation>(sums[i]);
@@ -166,6 +208,7 @@ struct MmaEpilogue : MmaShape<Options> {
         const int r = piece / kPieces, in_row = piece % kPieces;
         const int64_t row = work.row + warp.m * Shape::kWarpRows + m * 16 + r;
         const int column = work.column + (warp.n * kPieces + in_row) * 8;
+        Parts parts;
         if (piece < 16 * kPieces && row < work.row_end && column < outputs) {
           float total[kSums];
           const float* part = position + r * kSlabPitch + piece_column(in_row);
@@ -177,7 +220,11 @@ struct MmaEpilogue : MmaShape<Options> {
 #pragma unroll
             for (int i = 0; i < kSums; ++i) total[i] += part[k * kSlabFloats + i / 8 * kUp + i % 8];
           }
-          finish(p, total, work.batch, row, column, min(8, outputs - column));
+          finish(p, total, work.batch, row, column, min(8, outputs - column), parts);
+        }
+        if constexpr (kTotals > 0) {
+          constexpr int kSpan = (kPieces & (kPieces - 1)) == 0 ? kPieces : 1;
+          parts.template leave<kSpan>(p, work.batch, row, column, piece < 16 * kPieces && row < work.row_end && column < outputs);
         }
       }
       sync();  // every lane has read the slab before the next 16 rows overwrite it
