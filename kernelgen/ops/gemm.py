@@ -135,8 +135,8 @@ def gemm(
     value = deliver(run(call.tensors), call.tensors.out, call.tensors.out_scale, call.result)
     if call.result.totals:
         assert epilogue is not None
-        value = value[0], named(epilogue.totals, value[1])
-        out = split_totals(out, epilogue.totals)
+        value = value[0], named(epilogue.names_of_totals(), value[1])
+        out = split_totals(out, epilogue.names_of_totals())
     wrote(out)
     return value
 
@@ -173,7 +173,7 @@ def _prepared_generated(sample: Described, run: Any) -> Callable[..., Any]:
     scale_shape = None if scale is None else tuple(scale.shape)
     packed, pack, device = sample.problem.weight_format is not None, GemmTensors, out.device
     meets, sums = meeting(out, sample.tensors), sample.result.totals
-    total_dtype, count = (sums[0].dtype, len(sums)) if sums else (dtype, 0)
+    total_dtype, count, rows = sums[0].dtype if sums else dtype, len(sums), tuple(sample.tensors.out.shape[:2])
 
     def call(a: torch.Tensor, b: Any, bias: Any, c: Any, scale_a: Any, scale_b: Any, out: Any, epilogue: Any) -> Any:
         zero = scale = None
@@ -181,7 +181,7 @@ def _prepared_generated(sample: Described, run: Any) -> Callable[..., Any]:
             b, scale_b, zero = b.codes, b.scale, b.zero
         given, totals = out, ()
         if count:
-            names = epilogue.totals
+            names = epilogue.names_of_totals()
             out, totals = split_totals(out, names)
             if totals:
                 check_totals_apart(totals, epilogue, out=out, a=a, b=b, scale_a=scale_a, scale_b=scale_b)
@@ -202,7 +202,7 @@ def _prepared_generated(sample: Described, run: Any) -> Callable[..., Any]:
             run(pack(a, b, out, bias, c, beta, scale_a, scale_b, zero, scale))
         else:
             run(pack(a, b, out, scale_a=scale_a, scale_b=scale_b, zero_b=zero, epilogue=epilogue, words=epilogue.words(device),
-                     totals=totals))
+                     totals=tuple([t.view(rows) for t in totals])))
         if count:
             return out, named(names, totals)
         return out if scale is None else (out, scale)
@@ -257,7 +257,7 @@ def _describe(a: torch.Tensor, b: Weight, scale_a: torch.Tensor | None, scale_b:
     """Check everything, allocate the output."""
     parts = packed_parts(b)
     check_required(a=a, b=parts[0])
-    out, given = split_totals(e.out, e.function.totals if isinstance(e.function, EpilogueFunction) else ())
+    out, given = split_totals(e.out, e.function.names_of_totals() if isinstance(e.function, EpilogueFunction) else ())
     e = e._replace(out=out)
     check_tensors(a=a, b=parts[0], bias=e.bias, c=e.c, scale_a=scale_a, scale_b=scale_b,
                   **dict(zip(("out", "out_scale"), split_output(e.out, e.out_scale))))
@@ -281,10 +281,11 @@ def _describe(a: torch.Tensor, b: Weight, scale_a: torch.Tensor | None, scale_b:
     grad = needs_torch(a, parts[0], e.bias, e.c, scale_a, scale_b, *(e.function.tensors.values() if e.function is not None else ()))
     result = make_result(e, a, shape, grad=grad)
     if traced is not None and traced.totals:
-        result = result._replace(totals=make_totals(given, e.function.totals, a, grad=grad))
-    if e.out is not None or given:
+        result = result._replace(totals=make_totals(given, e.function.names_of_totals(), a, grad=grad))
+    if e.out is not None:
         check_results_apart(result, e, a=a, b=parts[0], scale_a=scale_a, scale_b=scale_b)
         check_apart_from_extras(result.out, e.function)
+    if given:
         check_totals_apart(given, e.function, out=result.out, a=a, b=parts[0], scale_a=scale_a, scale_b=scale_b)
     # With a shared b the batch stays: folding it into M would ask for more of a's strides. What does not fold is copied, and an
     # output copied back in the end.

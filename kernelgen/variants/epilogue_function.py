@@ -40,10 +40,12 @@ class EpilogueFunction:
 
         return trace_function(self.function, self.tensors, self.scalars, self.gated, self.name)
 
-    @property
-    def totals(self) -> tuple[str, ...]:
-        """Names of the function's reductions over rows."""
-        return tuple(total.name for total in self.traced.totals)
+    def names_of_totals(self) -> tuple[str, ...]:
+        """Of the function's reductions over rows."""
+        return tuple([total.name for total in self.traced.totals])
+
+    # Dynamo calls it in place of tracing how a function is traced (torch._dynamo.assume_constant_result, whose import takes a second).
+    names_of_totals._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     @cached_property
     def layout(self) -> tuple[Any, ...]:
