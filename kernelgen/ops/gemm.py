@@ -133,11 +133,12 @@ def gemm(
         elif not packed and c is scale_a is out_scale and not call.result.totals:
             remember(_calls, key, _prepared(call.tensors, call.result.shape, run))
     value = deliver(run(call.tensors), call.tensors.out, call.tensors.out_scale, call.result)
-    if call.result.totals:
-        assert epilogue is not None
-        value = value[0], named(epilogue.names_of_totals(), value[1])
-        out = split_totals(out, epilogue.names_of_totals())
-    wrote(out)
+    if call.result.totals and epilogue is not None:
+        names = epilogue.names_of_totals()
+        value = value[0], named(names, value[1])
+        wrote(*split_totals(out, names))
+    else:
+        wrote(out)
     return value
 
 
@@ -173,19 +174,21 @@ def _prepared_generated(sample: Described, run: Any) -> Callable[..., Any]:
     scale_shape = None if scale is None else tuple(scale.shape)
     packed, pack, device = sample.problem.weight_format is not None, GemmTensors, out.device
     meets, sums = meeting(out, sample.tensors), sample.result.totals
+    no_totals: tuple[torch.Tensor, ...] = ()
     total_dtype, count, rows = sums[0].dtype if sums else dtype, len(sums), tuple(sample.tensors.out.shape[:2])
 
     def call(a: torch.Tensor, b: Any, bias: Any, c: Any, scale_a: Any, scale_b: Any, out: Any, epilogue: Any) -> Any:
         zero = scale = None
         if packed:
             b, scale_b, zero = b.codes, b.scale, b.zero
-        given, totals = out, ()
+        given, totals = out, no_totals
         if count:
             names = epilogue.names_of_totals()
             out, totals = split_totals(out, names)
             if totals:
                 check_totals_apart(totals, epilogue, out=out, a=a, b=b, scale_a=scale_a, scale_b=scale_b)
-                given = (out, totals)
+                wrote(totals)
+                given = out
             else:
                 totals = new_totals(a, count, shape[:-1], total_dtype)
         if scale_shape is not None:
@@ -280,7 +283,7 @@ def _describe(a: torch.Tensor, b: Weight, scale_a: torch.Tensor | None, scale_b:
     check_addend(e.c, shape)
     grad = needs_torch(a, parts[0], e.bias, e.c, scale_a, scale_b, *(e.function.tensors.values() if e.function is not None else ()))
     result = make_result(e, a, shape, grad=grad)
-    if traced is not None and traced.totals:
+    if e.function is not None:
         result = result._replace(totals=make_totals(given, e.function.names_of_totals(), a, grad=grad))
     if e.out is not None:
         check_results_apart(result, e, a=a, b=parts[0], scale_a=scale_a, scale_b=scale_b)

@@ -33,7 +33,7 @@ def make_totals(given: Totals, names: tuple[str, ...], a: torch.Tensor, *, grad:
             check_no_output_with_grad(**{f"out {name}": t})
         check_output(f"out {name!r}", t, tuple(a.shape[:-1]), dtype, a.device)
         if not t.is_contiguous():
-            raise LayoutError(f"out {name!r}: got strides {t.stride()}, expected a contiguous tensor; leave it out, or copy what comes back")
+            raise LayoutError(f"out {name!r}: got strides {t.stride()}, expected a contiguous tensor; leave it out, or copy the result")
     return given
 
 

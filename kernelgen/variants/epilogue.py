@@ -164,7 +164,8 @@ def trace_function(
     given = [Value(make("score", REAL, value=half)) for half in (("x", "y") if gated else ("x",))]
     value, reduced = taken_apart(function(*given, Context(values)))
     result = _result("epilogue", value, FLOATS, "a float (the new value)")
-    totals = tuple(Reduction(n, r.kind, _result(f"epilogue's {n!r}", r.value, FLOATS, "a float of each element")) for n, r in reduced.items())
+    expected = "a float of each element"
+    totals = tuple(Reduction(n, r.kind, _result(f"epilogue's {n!r}", r.value, FLOATS, expected)) for n, r in reduced.items())
     read = {n for e in in_order((result, *(total.value for total in totals))) for n in _names_in(e)}
     # Descriptions without a tensor are those of calls, whose rows are contiguous.
     rows = (n for n, t in (tensors or {}).items() if n in read and known[n].rank and (isinstance(t, ExtraTensor) or t.stride(-1) == 1))

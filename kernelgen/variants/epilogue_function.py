@@ -122,8 +122,8 @@ def epilogue(
     scalars    extra Python numbers, read as ``ctx.name``; another value is no other kernel
     name       what it is called in explanations
 
-    A function may return ``(value, {"sum_sq": kernelgen.row_sum(value * value)})``, with sums and largest values over the rows of the output,
-    which the call then returns beside it.
+    A function may return ``(value, {"sum_sq": kernelgen.row_sum(value * value)})``, with sums and largest values (``kernelgen.row_max``)
+    over the rows of the output; the call then returns (out, {"sum_sq": (.., M) float32}).
 
     ctx holds batch (of all leading dimensions), row and column of the output. Functions are those of variants of attention
     (``kernelgen.variant``): torch's elementwise ones, ``torch.where``, Python's operators and comparisons; numbers that the function

@@ -2,7 +2,7 @@
 adds partials up. ``kinds``: "sum" or "max" of each."""
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, cute
 from kernelgen_cute import functions, layouts
 
 ROWS = 2  # of 64, that a thread has terms of
@@ -35,7 +35,9 @@ def add(parts, kinds, v, terms, pair, exists):
 
 
 @cute.jit
-def leave(parts: cute.Tensor, kinds: cutlass.Constexpr, partials: cute.Tensor, row: cutlass.Int32, column: cutlass.Int32, batch: cutlass.Int32):
+def leave(
+    parts: cute.Tensor, kinds: cutlass.Constexpr, partials: cute.Tensor, row: cutlass.Int32, column: cutlass.Int32, batch: cutlass.Int32,
+):
     """Those of 64 rows from ``row`` on, by their warpgroup, to (rows, tiles of columns, batch, totals)."""
     thread = cute.arch.thread_idx()[0] % layouts.WARPGROUP
     for i in cutlass.range_constexpr(len(kinds)):

@@ -165,7 +165,8 @@ def spec(problem: GemmProblem, target: Target, config: Config, epilogue: TracedE
     """``epilogue``: in the place of what the problem asks for."""
     p, c, e = problem, config, epilogue or _epilogue(problem)
     parameters: dict[str, Any] = {
-        "kinds": e.kinds, "operand": _DSL[p.a_dtype], "output": _DSL[p.out_dtype], "block_n": c.block_n, "repeats": c.repeats, "consumers": c.consumers,
+        "kinds": e.kinds,
+        "operand": _DSL[p.a_dtype], "output": _DSL[p.out_dtype], "block_n": c.block_n, "repeats": c.repeats, "consumers": c.consumers,
         "stages": c.stages, "cluster_m": c.cluster_m, "cluster_n": c.cluster_n, "pingpong": c.pingpong, "slabs": c.slabs, "band": c.band,
         "batched_b": p.batched_b, "gated": p.gated, "epilogue": e.code, "extra": tuple(zip(e.names, e.declarations)),
         "stand_ins": e.stand_ins, "given": "".join(f", extra_{name}" for name in e.names),
@@ -197,7 +198,8 @@ def bind(problem: GemmProblem, config: Config, kernel: Any, tensors: GemmTensors
     e = _epilogue(problem)
     if e.totals:
         tiles = -(-problem.outputs // (config.block_n // (2 if problem.gated else 1)))
-        return _closure(config, kernel, tensors, lambda t: [partials(problem, t, tiles), *t.totals, *(t.epilogue.tensors[x.name] for x in e.tensors)],
+        return _closure(config, kernel, tensors,
+                        lambda t: [partials(problem, t, tiles), *t.totals, *(t.epilogue.tensors[x.name] for x in e.tensors)],
                         lambda t: [t.epilogue.scalars[x.name] for x in e.scalars])
     if problem.epilogue is not None:
         return _closure(config, kernel, tensors, lambda t: [t.epilogue.tensors[x.name] for x in e.tensors],

@@ -80,7 +80,8 @@ def bind(problem: GemmProblem, config: Config, kernel: Any, tensors: GemmTensors
         shared_memory=config.shared_memory(form_of(problem)))
     quantize = _requantization(problem, kernel.spec.target)
     run = closure(problem, config, launch, tensors, quantize.bind(kernel, tensors) if quantize else None)
-    pieces = config.warp_tile[1] // (16 if problem.gated else 8)  # of a row in a warp, which leaves one partial: PartsOf::leave of the header
+    # Of a row in a warp, which leaves one partial: PartsOf::leave of the header.
+    pieces = config.warp_tile[1] // (16 if problem.gated else 8)
     return with_totals(problem, -(-problem.outputs // (8 * (pieces if pieces & (pieces - 1) == 0 else 1))), run)
 
 

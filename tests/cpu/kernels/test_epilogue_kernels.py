@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,7 @@ def _case(name: str, index: int, **more: Any) -> Product:
     return Product(m, n, k, "bf16", epilogue=name, batch=2 if name == "residual" else 1, gate_up=gate_up, **more)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
-@pytest.mark.parametrize("name", (*EPILOGUES, *TOTALS))
+@pytest.mark.parametrize("name, dtype", [*product(EPILOGUES, ("fp32", "bf16", "fp64")), *product(TOTALS, ("bf16",))])
 def test_in_generated_cpp(name: str, dtype: str) -> None:
     for index in range(3):
         case = replace(_case(name, index), a=dtype, out=dtype, pad=index)
@@ -43,7 +43,7 @@ def test_in_generated_cpp(name: str, dtype: str) -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-@pytest.mark.parametrize("name, family", [*((name, "gemm_mma") for name in (*EPILOGUES, *TOTALS)), *((name, "dense_sm90") for name in TOTALS)])
+@pytest.mark.parametrize("name, family", [*product((*EPILOGUES, *TOTALS), ("gemm_mma",)), *product(TOTALS, ("dense_sm90",))])
 def test_lane_by_lane(name: str, family: str) -> None:
     folder: Path = settings().cache_dir / "emulated"
     kernels, configs = CONFIGS[family]
@@ -78,7 +78,7 @@ def test_for_the_chip() -> None:
     """No spills, by the configs that dispatch takes."""
     specs = []
     for index, (kernels, _) in enumerate(CONFIGS.values()):
-        for name in (*EPILOGUES, *TOTALS):
+        for name in (*EPILOGUES, TOTALS[0]):
             case = Product(2048, 2048, 512, "bf16", epilogue=name, gate_up=("gate_first", "interleaved")[index])
             problem = problem_of(case, make(replace(case, m=8, n=16, k=8))[0])
             problem = replace(problem, alignment=16, out_alignment=16)
