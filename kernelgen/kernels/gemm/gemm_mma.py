@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from kernelgen.kernels.base import KernelFamily
+from kernelgen.kernels.gemm import row_totals
 from kernelgen.kernels.gemm.mma import (
     MAX_BLOCKS,
     PARAMS,
@@ -26,7 +27,6 @@ from kernelgen.kernels.gemm.mma import (
 )
 from kernelgen.kernels.gemm.mma_configs import candidates_by_cost
 from kernelgen.kernels.gemm.requantize import TEMPLATE, Requantization
-from kernelgen.kernels.gemm.row_totals import with_totals
 from kernelgen.problems.gemm import GemmProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
@@ -70,7 +70,7 @@ def spec(problem: GemmProblem, target: Target, config: Config) -> KernelSpec:
         name, parameters = f"{name}_{quantize.words}", parameters | quantize.parameters(template)
     return KernelSpec.make(
         name, TEMPLATE if quantize else template, "nvrtc", parameters, params=PARAMS, params_type=PARAMS_TYPE,
-        entries=(ENTRY, *(quantize.entries if quantize else ())), target=target)
+        entries=(ENTRY, *(quantize.entries if quantize else row_totals.entries(problem))), target=target)
 
 
 def bind(problem: GemmProblem, config: Config, kernel: Any, tensors: GemmTensors) -> Callable[[GemmTensors], None]:
@@ -82,7 +82,8 @@ def bind(problem: GemmProblem, config: Config, kernel: Any, tensors: GemmTensors
     run = closure(problem, config, launch, tensors, quantize.bind(kernel, tensors) if quantize else None)
     # Of a row in a warp, which leaves one partial: PartsOf::leave of the header.
     pieces = config.warp_tile[1] // (16 if problem.gated else 8)
-    return with_totals(problem, -(-problem.outputs // (8 * (pieces if pieces & (pieces - 1) == 0 else 1))), run)
+    tiles = -(-problem.outputs // (8 * (pieces if pieces & (pieces - 1) == 0 else 1)))
+    return row_totals.with_totals(problem, tiles, run, row_totals.adding_kernel(problem, kernel, tensors.a.device.index or 0, tiles))
 
 
 def coverage() -> Iterable[tuple[GemmProblem, Config | None]]:

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 
 from kernelgen.dtypes import DTYPES
+from kernelgen.kernels.gemm import row_totals
 from kernelgen.kernels.gemm.activations import ACTIVATION_NAMES, activation_words, added, function_parameters, gate_name, splits
-from kernelgen.kernels.gemm.row_totals import reduces
 from kernelgen.params import ParamStruct
 from kernelgen.problems.gemm import FUNCTION, MORE_ACTIVATIONS, GemmProblem
 from kernelgen.targets import Target
@@ -288,7 +288,8 @@ def operand_parameters(problem: GemmProblem, grouping: str = "kNone") -> dict[st
         element_a=p.a_dtype, element_b=_ELEMENTS.get(p.b_dtype, p.b_dtype), product=p.a_dtype if p.a_dtype in HALVES else "fp16",
         out=DTYPES[out_dtype].cuda, bias_type=DTYPES[p.bias_dtype or out_dtype].cuda, c_type=DTYPES[p.c_dtype or out_dtype].cuda,
         scale_type=_SCALE_TYPES.get(scale) or DTYPES[scale].cuda, activation=ACTIVATION_NAMES[p.activation], gate=gate_name(p),
-        grouping=grouping, **function_parameters(p), clamped=p.clamped, bias=p.bias, accumulate=p.accumulate_c, vector_out=_vector_out(p),
+        grouping=grouping, **function_parameters(p), **row_totals.parameters(p), clamped=p.clamped, bias=p.bias,
+        accumulate=p.accumulate_c, vector_out=_vector_out(p),
     )
 
 
@@ -347,7 +348,7 @@ def _addresses(problem: GemmProblem) -> Callable[[Any, torch.Tensor, int], bytes
     pack = PARAMS.pointer_packer.pack
     scaled = form.row_scales or form.block_scales_b
     scaled_a = scaled and p.weight_format is None
-    with_bias, with_c = p.bias or p.epilogue is not None, p.accumulate_c or reduces(p)
+    with_bias, with_c = p.bias or p.epilogue is not None, p.accumulate_c or row_totals.reduces(p)
 
     def pointers(t: Any, out: torch.Tensor, ends: int) -> bytes:
         return pack(
