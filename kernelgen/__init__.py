@@ -70,8 +70,8 @@ _PUBLIC = {
     "tune": "kernelgen.dispatch.tuning",
     "variant": "kernelgen.variants",
     "epilogue": "kernelgen.variants.epilogue_function",
-    "row_max": "kernelgen.variants.row_reductions",
-    "row_sum": "kernelgen.variants.row_reductions",
+    "row_max": "kernelgen.variants.epilogue_function",
+    "row_sum": "kernelgen.variants.epilogue_function",
     "warmup": "kernelgen.aot.warmup",
     "distributed": "",  # modules of their own
     "variants": "",
@@ -115,8 +115,8 @@ if TYPE_CHECKING:
     from kernelgen.targets import Target as Target
     from kernelgen.variants import variant as variant
     from kernelgen.variants.epilogue_function import epilogue as epilogue
-    from kernelgen.variants.row_reductions import row_max as row_max
-    from kernelgen.variants.row_reductions import row_sum as row_sum
+    from kernelgen.variants.epilogue_function import row_max as row_max
+    from kernelgen.variants.epilogue_function import row_sum as row_sum
 
 
 def __getattr__(name: str) -> Any:

@@ -29,8 +29,7 @@ def totals_of(epilogue: Any, out: Any) -> tuple[str, ...]:
     """Names of a user's epilogue's reductions over rows, which an operator returns as one tensor."""
     totals = () if epilogue is None else epilogue.names_of_totals()
     if totals and out is not None:
-        raise SettingsError("out: got one in a graph beside an epilogue that reduces over rows, expected none: the operator returns both; "
-                            "copy what comes back where it should be")
+        raise SettingsError("out: got one in a graph beside an epilogue that reduces over rows, expected none; copy the result")
     return totals
 
 

@@ -50,7 +50,6 @@ from kernelgen.ops.products import (
     scale_view,
     split_output,
 )
-from kernelgen.ops.totals import check_totals_apart, make_totals, named, new_totals, split_totals
 from kernelgen.ops.weights import PackedWeight
 from kernelgen.problems.common import alignment_of
 from kernelgen.problems.gemm import FUNCTION, GemmProblem
@@ -93,7 +92,7 @@ def gemm(
     ``out`` the codes, or both.
 
     ``epilogue``, made by :func:`kernelgen.epilogue`, is a function of yours in the place of bias, activation and c. Where it reduces
-    over rows the result is (out, {name: (.., M) float32}), and ``out`` may be such a pair, too, of contiguous totals.
+    over rows the result is (out, {name: (.., M) float32}), and ``out`` the former.
 
     Raises ShapeError, DtypeError, DeviceError, LayoutError, SettingsError; NoBackendError with the table of reasons; CompileError.
     """
@@ -108,7 +107,7 @@ def gemm(
             a.shape, b.shape, a.stride(), b.layout if packed else b.stride(), a.dtype, None if packed else b.dtype, a.device,  # type: ignore[union-attr]
             b.device, (address_a | address_b) & 15, layout_of(bias), activation, gate_up, accumulate, out_dtype, deterministic,
             backend, grad, layout_of(c), beta, layout_of(scale_a), layout_of(scale_b), out_scale,
-            layout_of(out, written=True) if type(out) is not tuple else tuple([_layout_of_part(t) for t in out]),
+            layout_of(out, written=True) if type(out) is not tuple else tuple([layout_of(t, written=True) for t in out]),
             None if epilogue is None else getattr(epilogue, "layout", None),
         )
         if not (address_a and address_b) or a.is_neg() or (not packed and b.is_neg()):  # type: ignore[union-attr]
@@ -133,19 +132,14 @@ def gemm(
         elif not packed and c is scale_a is out_scale and not call.result.totals:
             remember(_calls, key, _prepared(call.tensors, call.result.shape, run))
     value = deliver(run(call.tensors), call.tensors.out, call.tensors.out_scale, call.result)
-    if call.result.totals and epilogue is not None:
-        names = epilogue.names_of_totals()
-        value = value[0], named(names, value[1])
-        wrote(*split_totals(out, names))
-    else:
-        wrote(out)
-    return value
+    wrote(out)
+    return (value[0], dict(zip(epilogue.names_of_totals(), value[1]))) if call.result.totals and epilogue else value
 
 
-def _layout_of_part(part: Any) -> Any:
-    if type(part) is dict:  # totals by name
-        return tuple([(name, layout_of(t, written=True)) for name, t in part.items()])
-    return layout_of(part, written=True)
+def _new_totals(a: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    """Of a (.., M, K), each (.., M)."""
+    dtype = torch.float64 if a.dtype == torch.float64 else torch.float32
+    return a.new_empty((count, *a.shape[:-1]), dtype=dtype).unbind(0) if count else ()
 
 
 def deliver(value: Any, out: torch.Tensor, scale: torch.Tensor | None, result: Result) -> Any:
@@ -173,24 +167,13 @@ def _prepared_generated(sample: Described, run: Any) -> Callable[..., Any]:
     shape, dtype, same, beta = tuple(out.shape), out.dtype, out.dtype == sample.tensors.a.dtype, sample.tensors.beta
     scale_shape = None if scale is None else tuple(scale.shape)
     packed, pack, device = sample.problem.weight_format is not None, GemmTensors, out.device
-    meets, sums = meeting(out, sample.tensors), sample.result.totals
-    no_totals: tuple[torch.Tensor, ...] = ()
-    total_dtype, count, rows = sums[0].dtype if sums else dtype, len(sums), tuple(sample.tensors.out.shape[:2])
+    meets, count, rows = meeting(out, sample.tensors), len(sample.result.totals), tuple(sample.tensors.out.shape[:2])
 
     def call(a: torch.Tensor, b: Any, bias: Any, c: Any, scale_a: Any, scale_b: Any, out: Any, epilogue: Any) -> Any:
         zero = scale = None
         if packed:
             b, scale_b, zero = b.codes, b.scale, b.zero
-        given, totals = out, no_totals
-        if count:
-            names = epilogue.names_of_totals()
-            out, totals = split_totals(out, names)
-            if totals:
-                check_totals_apart(totals, epilogue, out=out, a=a, b=b, scale_a=scale_a, scale_b=scale_b)
-                wrote(totals)
-                given = out
-            else:
-                totals = new_totals(a, count, shape[:-1], total_dtype)
+        given = out
         if scale_shape is not None:
             out, scale = split_output(out, "")
             scale = a.new_empty(scale_shape, dtype=torch.float32) if scale is None else scale
@@ -204,10 +187,11 @@ def _prepared_generated(sample: Described, run: Any) -> Callable[..., Any]:
         if epilogue is None:
             run(pack(a, b, out, bias, c, beta, scale_a, scale_b, zero, scale))
         else:
+            totals = _new_totals(a, count)
             run(pack(a, b, out, scale_a=scale_a, scale_b=scale_b, zero_b=zero, epilogue=epilogue, words=epilogue.words(device),
                      totals=tuple([t.view(rows) for t in totals])))
-        if count:
-            return out, named(names, totals)
+            if count:
+                return out, dict(zip(epilogue.names_of_totals(), totals))
         return out if scale is None else (out, scale)
 
     return call
@@ -260,8 +244,6 @@ def _describe(a: torch.Tensor, b: Weight, scale_a: torch.Tensor | None, scale_b:
     """Check everything, allocate the output."""
     parts = packed_parts(b)
     check_required(a=a, b=parts[0])
-    out, given = split_totals(e.out, e.function.names_of_totals() if isinstance(e.function, EpilogueFunction) else ())
-    e = e._replace(out=out)
     check_tensors(a=a, b=parts[0], bias=e.bias, c=e.c, scale_a=scale_a, scale_b=scale_b,
                   **dict(zip(("out", "out_scale"), split_output(e.out, e.out_scale))))
     check_flags(deterministic=e.deterministic)
@@ -284,12 +266,10 @@ def _describe(a: torch.Tensor, b: Weight, scale_a: torch.Tensor | None, scale_b:
     grad = needs_torch(a, parts[0], e.bias, e.c, scale_a, scale_b, *(e.function.tensors.values() if e.function is not None else ()))
     result = make_result(e, a, shape, grad=grad)
     if e.function is not None:
-        result = result._replace(totals=make_totals(given, e.function.names_of_totals(), a, grad=grad))
+        result = result._replace(totals=_new_totals(a, len(e.function.names_of_totals())))
     if e.out is not None:
         check_results_apart(result, e, a=a, b=parts[0], scale_a=scale_a, scale_b=scale_b)
         check_apart_from_extras(result.out, e.function)
-    if given:
-        check_totals_apart(given, e.function, out=result.out, a=a, b=parts[0], scale_a=scale_a, scale_b=scale_b)
     # With a shared b the batch stays: folding it into M would ask for more of a's strides. What does not fold is copied, and an
     # output copied back in the end.
     a3, out3, c3 = as_batch(a), as_batch(result.out), None if e.c is None else as_batch(e.c)

@@ -23,7 +23,7 @@ GATE_ORDERS = ("gate_first", "up_first", "interleaved")
 OUT_SCALES = ("tensor", "row", "block_1x128")
 
 Weight = torch.Tensor | PackedWeight
-Output = torch.Tensor | tuple[torch.Tensor, Any] | None  # a scale, or totals by name
+Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
 
 class Epilogue(NamedTuple):

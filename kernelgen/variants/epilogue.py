@@ -1,7 +1,7 @@
 """Epilogues of products: a Python function ``(x, ctx) -> value`` of one element of a @ b, traced as a variant of attention is; of a product
 whose columns are a gate's and what it gates ``(x, y, ctx) -> value``, x of the first half of the columns and y of the second.
 
-A function may return ``(value, {name: reduction})`` with reductions over the row, of ``row_sum`` and ``row_max`` (row_reductions.py).
+A function may return ``(value, {name: reduction})`` with reductions over the row, of ``row_sum`` and ``row_max`` (epilogue_function.py).
 
 ``ctx`` has ``batch``, ``row`` and ``column`` of the element, the extra tensors, indexed with one integer expression per dimension, and the
 extra numbers. Traced once, it is written as C++ (emit.py) for CUDA and CPU kernels and as Python for CuTe-DSL (templates/cute/functions.py
@@ -18,8 +18,8 @@ from typing import Any
 
 from kernelgen.errors import VariantError
 from kernelgen.variants.dsl import Writer
+from kernelgen.variants.epilogue_function import Reduction, taken_apart
 from kernelgen.variants.expression import FLOATS, INT, INT32, REAL, Expression, in_order, make
-from kernelgen.variants.row_reductions import Reduction, taken_apart
 from kernelgen.variants.trace import _KIND_TYPE, Context, Tensor, Value, _element, _names_in, _result, extra_tensor
 from kernelgen.variants.traced import ExtraScalar, ExtraTensor, scalar_kind
 

@@ -7,18 +7,61 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from kernelgen.errors import DeviceError, SettingsError, ShapeError, VariantError
 from kernelgen.library.forms import epilogues
-from kernelgen.variants.row_reductions import reduced, taken_apart
 
 if TYPE_CHECKING:
     from kernelgen.variants.epilogue import TracedEpilogue
+    from kernelgen.variants.expression import Expression
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
+_MOST_TOTALS = 16
+
+
+class RowReduction(NamedTuple):
+    """``value``: of each element, a stand-in of a kernel's or a tensor."""
+
+    kind: str
+    value: Any
+
+
+class Reduction(NamedTuple):
+    """One that was traced."""
+
+    name: str
+    kind: str
+    value: Expression
+
+
+def row_sum(value: Any) -> RowReduction:
+    """In an epilogue's function: the sum of ``value`` over a row of the output, in float32 (float64 of float64 operands), in a fixed order;
+    0 of no columns."""
+    return RowReduction("sum", value)
+
+
+def row_max(value: Any) -> RowReduction:
+    """As :func:`row_sum`, the largest; NaN where one of them is, -inf of no columns."""
+    return RowReduction("max", value)
+
+
+def taken_apart(made: Any) -> tuple[Any, Mapping[str, RowReduction]]:
+    """What a function returned: its value, and its reductions by name. Raises VariantError."""
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping)):
+        return made, {}
+    wrong = [name for name, r in made[1].items() if not (isinstance(name, str) and isinstance(r, RowReduction))]
+    if wrong or len(made[1]) > _MOST_TOTALS:
+        raise VariantError(f"epilogue: got {len(made[1])} reductions, not made by row_sum or row_max: {wrong}; expected at most "
+                           f"{_MOST_TOTALS} by name, of these two")
+    return made
+
+
+def reduced(kind: str, terms: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    """By torch's operators."""
+    return terms.sum(dim) if kind == "sum" else terms.amax(dim) if terms.shape[dim] else torch.full_like(terms.sum(dim), -torch.inf)
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,10 +84,10 @@ class EpilogueFunction:
         return trace_function(self.function, self.tensors, self.scalars, self.gated, self.name)
 
     def names_of_totals(self) -> tuple[str, ...]:
-        """Of the function's reductions over rows."""
+        """Reductions over rows."""
         return tuple([total.name for total in self.traced.totals])
 
-    # Dynamo calls it in place of tracing how a function is traced (torch._dynamo.assume_constant_result, whose import takes a second).
+    # torch._dynamo.assume_constant_result, whose import takes a second
     names_of_totals._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     @cached_property

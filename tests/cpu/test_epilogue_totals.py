@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kernelgen
-from kernelgen.errors import LayoutError, SettingsError, ShapeError, VariantError
+from kernelgen.errors import VariantError
 from kernelgen.ops import gemm as gemm_module
 from kernelgen.testing.data import poison_
 from kernelgen.testing.epilogues import GATED, TOTALS, epilogue_named
@@ -28,13 +28,12 @@ def test_every_backend_gives_what_the_function_says(name: str, backend: str) -> 
     a, b = torch.randn(2, 3, 5, 24), torch.randn(24, 34)
     function = epilogue_named(name, 6, 5, 17 if name in GATED else 34, seed=3)
     want, totals = function.evaluate((a.double() @ b.double()).view(6, 5, 34), "gate_first")
-    given = torch.empty(2, 3, 5, want.shape[-1]), {n: torch.empty(2, 3, 5) for n in reversed(function.names_of_totals())}
+    given = torch.empty(2, 3, 5, want.shape[-1])
     for out in (None, None, given, given):
-        for t in (given[0], *given[1].values()):
-            poison_(t)
+        poison_(given)
         got, by_name = kernelgen.gemm(a, b, epilogue=function, out=out, backend=backend)
         assert list(by_name) == list(function.names_of_totals())
-        assert out is None or (got is given[0] and all(by_name[n] is t for n, t in given[1].items()))
+        assert out is None or got is given
         torch.testing.assert_close(got.double(), want.view(got.shape), rtol=2e-5, atol=2e-5)
         for t, total in zip(by_name.values(), totals):
             assert t.dtype == torch.float32
@@ -135,32 +134,11 @@ def test_explain_says_it() -> None:
     assert "reduces=sum+max" in text and " -> generated gemm/dense_sm90 " in text
 
 
-_GIVEN = {"sum_sq": torch.empty(4), "largest": torch.empty(4)}
-
-
-@pytest.mark.parametrize("out, error, text", [
-    ((torch.empty(4, 8), {"sum_sq": torch.empty(4)}), SettingsError, "got totals sum_sq, expected those of the epilogue: sum_sq, largest"),
-    ((torch.empty(4, 8), _GIVEN | {"sum_sq": torch.empty(5)}), ShapeError, "out 'sum_sq': got shape"),
-    ((torch.empty(4, 8), _GIVEN | {"sum_sq": torch.empty(8)[::2]}), LayoutError, "out 'sum_sq'"),
-    ((torch.empty(4, 8), dict.fromkeys(_GIVEN, torch.empty(4))), LayoutError, "memory that total 0 lies in"),
-])
-def test_what_is_wrong_with_out(out: Any, error: type[Exception], text: str) -> None:
-    for _ in range(2):
-        with pytest.raises(error, match=text):
-            kernelgen.gemm(torch.ones(4, 8), torch.ones(8, 8), epilogue=_norm(torch.ones(8)), out=out)
-
-
 @pytest.mark.parametrize("function, text", [
-    (lambda x, ctx: kernelgen.row_sum(x), "a reduction alone"), (lambda x, ctx: (x, {"s": x}), "row_sum or kernelgen.row_max"),
+    (lambda x, ctx: kernelgen.row_sum(x), "returned a RowReduction"), (lambda x, ctx: (x, {"s": x}), "row_sum or row_max: .'s'"),
     (lambda x, ctx: (x, {"s": kernelgen.row_sum(x > 0)}), "'s' function returned bool"), (lambda x, ctx: (x, x), "returned a tuple"),
     (lambda x, ctx: (x, {str(i): kernelgen.row_sum(x) for i in range(17)}), "at most 16"),
 ])
 def test_what_is_no_reduction(function: Any, text: str) -> None:
     with pytest.raises(VariantError, match=text):
         kernelgen.gemm(torch.ones(4, 8), torch.ones(8, 8), epilogue=kernelgen.epilogue(function))
-
-
-def test_totals_of_a_plain_epilogue_are_refused() -> None:
-    with pytest.raises(SettingsError, match="it has none"):
-        kernelgen.gemm(torch.ones(4, 8), torch.ones(8, 8), epilogue=kernelgen.epilogue(lambda x, ctx: x),
-                       out=(torch.empty(4, 8), {"s": torch.empty(4)}))

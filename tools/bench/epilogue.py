@@ -35,8 +35,7 @@ from kernelgen.kernels.gemm import dense_sm90, dense_sm90_cute  # noqa: E402
 from kernelgen.problems.gemm import FUNCTION, GemmProblem  # noqa: E402
 from kernelgen.targets import Target, target_of  # noqa: E402
 from kernelgen.tensors import GemmTensors  # noqa: E402
-from kernelgen.variants.epilogue_function import EpilogueFunction, epilogue  # noqa: E402
-from kernelgen.variants.row_reductions import row_sum  # noqa: E402
+from kernelgen.variants.epilogue_function import EpilogueFunction, epilogue, row_sum  # noqa: E402
 
 _JSON = Path(__file__).parent / "results" / "tried" / "h200_epilogue.json"
 SHAPES = ((4096, 4096, 4096), (8192, 4096, 1024), (4096, 14336, 4096))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kernelgen.params import ParamStruct
-from kernelgen.variants.row_reductions import reduced
+from kernelgen.variants.epilogue_function import reduced
 
 # struct RowTotalsParams of row_totals.cuh.
 PARAMS = ParamStruct((*((name, "ptr") for name in ("partials", "total")), *((name, "i32") for name in ("m", "rows", "tiles", "maximum"))))

@@ -24,7 +24,7 @@
 #include <kernelgen/cuda/warp.cuh>
 #include <kernelgen/gemm/gate.cuh>
 #include <kernelgen/gemm/quantized_rows_sm90.cuh>
-#include <kernelgen/gemm/row_totals.h>
+#include <kernelgen/gemm/row_totals.cuh>
 #include <kernelgen/gemm/tiles_sm90.cuh>
 #include <kernelgen/sm90/barrier.cuh>
 #include <kernelgen/sm90/reduce.cuh>
@@ -40,7 +40,6 @@ struct DenseEpilogue {
   static constexpr Gate kGate = Options::kGate;
   static constexpr bool kGated = kGate != Gate::kNone;
   static constexpr bool kFunction = !is_same_v<typename Options::Function, void>;
-  static constexpr int kTotals = TotalsOf<typename Options::Function>::kCount;
   static constexpr bool kSplit = kGate == Gate::kGateFirst || kGate == Gate::kUpFirst;
   static constexpr bool kRowGroups = Options::kGrouping == Grouping::kRows || Options::kGrouping == Grouping::kMasked;
   static constexpr int kOutputs = kGated ? Options::kBlockN / 2 : Options::kBlockN;
@@ -213,53 +212,11 @@ struct DenseEpilogue {
     }
   }
 
-  // Of a user's function, for the two rows of a thread.
-  template <int kCount, class = void>
-  struct PartsOf {
-    float of[kCount][2];
-
-    __device__ PartsOf() {
-#pragma unroll
-      for (int t = 0; t < 2 * kCount; ++t) of[t / 2][t % 2] = Options::Function::none(t / 2);
-    }
-    __device__ void add(const float (&terms)[kCount], int half) {
-#pragma unroll
-      for (int t = 0; t < kCount; ++t) of[t][half] = Options::Function::both(t, of[t][half], terms[t]);
-    }
-    // To memory, where c would be. `row`: the upper one.
-    __device__ void leave(const DenseSm90Params& p, const OutputTile& tile, int row) const {
-      const int outputs = kGated ? p.n / 2 : p.n, tiles = (outputs + kOutputs - 1) / kOutputs;
-      float* partials = static_cast<float*>(const_cast<void*>(p.c));
-#pragma unroll
-      for (int t = 0; t < kCount; ++t) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          float part = of[t][half];
-#pragma unroll
-          for (int lanes = 1; lanes < 4; lanes *= 2) {
-            part = Options::Function::both(t, part, __shfl_xor_sync(kFullWarp, part, lanes));
-          }
-          if (lane_id() % 4 == 0 && row + 8 * half < p.m && tile.n < outputs) {
-            partials[(static_cast<int64_t>(t * p.groups + tile.batch) * tiles + tile.n / kOutputs) * p.m + row + 8 * half] = part;
-          }
-        }
-      }
-    }
-  };
-  template <class Nothing>
-  struct PartsOf<0, Nothing> {};
-  using Parts = PartsOf<kTotals>;
+  using Parts = RowParts<typename Options::Function, 2>;
 
   // The user's, whose arguments are where a bias would be; `i`: of the four of a thread, two rows apart by 8.
   __device__ static float call_function(const DenseSm90Params& p, const Extras& extras, float x, float y, int column, int i, Parts& parts) {
-    if constexpr (kTotals > 0) {
-      float terms[kTotals];
-      const float value = Options::Function::value(x, y, {extras.batch, extras.row + i / 2 * 8, column}, static_cast<const int64_t*>(p.bias),
-                                                   terms);
-      if (column < (kGated ? p.n / 2 : p.n)) parts.add(terms, i / 2);
-      return value;
-    } else
-    return Options::Function::value(x, y, {extras.batch, extras.row + i / 2 * 8, column}, static_cast<const int64_t*>(p.bias));
+    return parts.value(x, y, extras.batch, extras.row + i / 2 * 8, column, p.bias, column < (kGated ? p.n / 2 : p.n), i / 2);
   }
 
   __device__ static float gated(const DenseSm90Params& p, float gate, float up, const Extras& extras, int column, int i, Parts& parts) {
@@ -522,7 +479,14 @@ struct DenseEpilogue {
       }
       if constexpr (Options::kTmaOut) end_slab(address, p, tile, first_row, column, ahead, m);
     }
-    if constexpr (kTotals > 0) parts.leave(p, tile, row);
+    if constexpr (TotalsOf<typename Options::Function>::kCount > 0) {  // to memory that is where c would be
+      const int outputs_end = kGated ? p.n / 2 : p.n, tiles = (outputs_end + kOutputs - 1) / kOutputs;
+      const int64_t step = static_cast<int64_t>(tiles) * p.m, at = tile.batch * step + static_cast<int64_t>(tile.n / kOutputs) * p.m + row;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        parts.template leave<4>(p.c, at + 8 * r, p.groups * step, row + 8 * r < p.m && tile.n < outputs_end, r);
+      }
+    }
   }
 
   // Before the block ends: its stores have read shared memory.

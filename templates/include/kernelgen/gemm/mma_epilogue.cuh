@@ -6,7 +6,7 @@
 
 #include <kernelgen/cuda/vector_io.cuh>
 #include <kernelgen/gemm/mma_shape.cuh>
-#include <kernelgen/gemm/row_totals.h>
+#include <kernelgen/gemm/row_totals.cuh>
 
 namespace kernelgen {
 
@@ -61,51 +61,7 @@ struct MmaEpilogue : MmaShape<Options> {
 
   static constexpr bool kFunction = !is_same_v<typename Options::Function, void>;  // the user's, whose arguments are where a bias would be
 
-  // Its reductions over rows: `exists` is of the column.
-  static constexpr int kTotals = TotalsOf<typename Options::Function>::kCount;
-  template <int kCount, class = void>
-  struct PartsOf {
-    float of[kCount];
-
-    __device__ PartsOf() {
-#pragma unroll
-      for (int t = 0; t < kCount; ++t) of[t] = Options::Function::none(t);
-    }
-    __device__ void add(const float (&terms)[kCount]) {
-#pragma unroll
-      for (int t = 0; t < kCount; ++t) of[t] = Options::Function::both(t, of[t], terms[t]);
-    }
-    // Those of kSpan lanes, which have one row's neighbouring columns, to memory where c would be. By all lanes of a warp.
-    template <int kSpan>
-    __device__ void leave(const GemmMmaParams& p, int64_t batch, int64_t row, int column, bool exists) {
-      const int outputs = kGated ? p.n / 2 : p.n, tiles = ceil_div(outputs, 8 * kSpan);
-      float* partials = static_cast<float*>(const_cast<void*>(p.c));
-#pragma unroll
-      for (int t = 0; t < kCount; ++t) {
-#pragma unroll
-        for (int lanes = 1; lanes < kSpan; lanes *= 2) {
-          of[t] = Options::Function::both(t, of[t], __shfl_xor_sync(kFullWarp, of[t], lanes));
-        }
-        if (exists && lane_id() % kSpan == 0) partials[((t * p.groups + batch) * tiles + column / (8 * kSpan)) * p.m + row] = of[t];
-      }
-    }
-  };
-  template <class Nothing>
-  struct PartsOf<0, Nothing> {};
-  using Parts = PartsOf<kTotals>;
-
-  __device__ static float call_function(const GemmMmaParams& p, float x, float y, int64_t batch, int64_t row, int column, bool exists,
-                                        Parts& parts) {
-    if constexpr (kTotals > 0) {
-      float terms[kTotals];
-      const float value = Options::Function::value(x, y, {static_cast<int32_t>(batch), static_cast<int32_t>(row), column},
-                                                   static_cast<const int64_t*>(p.bias), terms);
-      if (exists) parts.add(terms);
-      return value;
-    } else
-    return Options::Function::value(x, y, {static_cast<int32_t>(batch), static_cast<int32_t>(row), column},
-                                    static_cast<const int64_t*>(p.bias));
-  }
+  using Parts = RowParts<typename Options::Function, 1>;
 
   // 8 outputs of one row from the 8 (16 when gated) sums they come from. `column` is the first output's, `count` how many
   // of the 8 exist.
@@ -121,11 +77,11 @@ struct MmaEpilogue : MmaShape<Options> {
           gate = linear(gate, gate_column(p, column + i));
           up = linear(up, up_column(p, column + i));
         }
-        if constexpr (kFunction) values[i] = call_function(p, gate, up, batch, row, column + i, i < count, parts);
+        if constexpr (kFunction) values[i] = parts.value(gate, up, batch, row, column + i, p.bias, i < count);
         else values[i] = activate_gate<Options::kActivation, Options::kClamped>(gate, up, p.alpha, p.limit);
       } else if constexpr (kFunction) {
         if (Options::kRowScales && i < count) sums[i] = linear(sums[i], column + i);
-        values[i] = call_function(p, sums[i], 0.0f, batch, row, column + i, i < count, parts);
+        values[i] = parts.value(sums[i], 0.0f, batch, row, column + i, p.bias, i < count);
       } else {
         if ((Options::kBias || Options::kRowScales) && i < count) sums[i] = linear(sums[i], column + i);
         values[i] = activate<Options::kActivation>(sums[i]);
@@ -222,9 +178,11 @@ struct MmaEpilogue : MmaShape<Options> {
           }
           finish(p, total, work.batch, row, column, min(8, outputs - column), parts);
         }
-        if constexpr (kTotals > 0) {
-          constexpr int kSpan = (kPieces & (kPieces - 1)) == 0 ? kPieces : 1;
-          parts.template leave<kSpan>(p, work.batch, row, column, piece < 16 * kPieces && row < work.row_end && column < outputs);
+        if constexpr (TotalsOf<typename Options::Function>::kCount > 0) {  // to memory that is where c would be
+          constexpr int kLanes = (kPieces & (kPieces - 1)) == 0 ? kPieces : 1;
+          const int64_t step = static_cast<int64_t>(ceil_div(outputs, 8 * kLanes)) * p.m;
+          parts.template leave<kLanes>(p.c, work.batch * step + static_cast<int64_t>(column / (8 * kLanes)) * p.m + row, p.groups * step,
+                                       piece < 16 * kPieces && row < work.row_end && column < outputs);
         }
       }
       sync();  // every lane has read the slab before the next 16 rows overwrite it

@@ -1,5 +1,5 @@
 // Whether a user's epilogue (epilogue_function.h) reduces over rows. Its kernel then leaves one partial for each total, tile of columns and
-// row, (totals, batch, tiles, m), and the host's second pass adds these up (kernelgen/kernels/gemm/row_totals.py), in an order of its own.
+// row, (totals, batch, tiles, m), and a second pass adds these up (kernelgen/kernels/gemm/row_totals.py), in an order of its own.
 #pragma once
 
 namespace kernelgen {
