@@ -43,13 +43,13 @@ class Epilogue(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Where a product goes: ``out`` and, quantised, ``scale``, of the caller's shapes; ``totals`` of a user's epilogue."""
+    """Where a product goes: ``out`` and, quantised, ``scale``, of the caller's shapes; ``totals`` (totals, .., M)."""
 
     out: torch.Tensor
     scale: torch.Tensor | None
     shape: tuple[int, ...]
     dtype: torch.dtype
-    totals: tuple[torch.Tensor, ...] = ()
+    totals: Any = ()
 
 
 def blocks_of(size: int) -> int:

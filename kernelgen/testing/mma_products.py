@@ -157,7 +157,7 @@ def make(case: Product, device: torch.device | str = "cpu") -> tuple[GemmTensors
     out_scale, function = scale_output(case, out, device), case.function(device)
     words = None if function is None else function.words(out.device)
     count, dtype = len(function.names_of_totals()) if function is not None else 0, torch.float64 if case.a == "fp64" else torch.float32
-    totals = tuple(poisoned_empty((case.batch, case.m), dtype, device) for _ in range(count))
+    totals = poisoned_empty((count, case.batch, case.m), dtype, device) if count else ()
     tensors = GemmTensors(a, codes, out, bias, c, case.beta, view_a, view_b, zero, out_scale, epilogue=function, words=words, totals=totals)
     return tensors, features, b
 

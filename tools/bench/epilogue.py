@@ -88,7 +88,7 @@ class Bound:
             function = EPILOGUES[self.name](o) if self.name else None
             words = None if function is None else function.words(o.a.device)
             names = () if function is None else function.names_of_totals()
-            totals = tuple(o.a.new_empty((1, len(o.a)), dtype=torch.float32) for _ in names)
+            totals = o.a.new_empty((len(names), 1, len(o.a)), dtype=torch.float32)
             self.made[at] = GemmTensors(o.a.unsqueeze(0), o.b.t().unsqueeze(0), o.out.unsqueeze(0), epilogue=function, words=words,
                                         totals=totals)
         if self.run is None:

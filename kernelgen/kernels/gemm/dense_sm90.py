@@ -394,8 +394,7 @@ def closure(problem: GemmProblem, config: Config, kernel: Any, tensors: Any, til
                             t.rows.data_ptr() if with_rows else 0, counter, t.row_weights.data_ptr() if scattered else 0) + tail)
         del memory
 
-    columns = -(-p.outputs // c.outputs(p.gated))
-    return row_totals.with_totals(p, columns, run, row_totals.adding_kernel(p, kernel, device, columns, programmatic=True))
+    return row_totals.with_totals(p, -(-p.outputs // c.outputs(p.gated)), run, kernel, device, programmatic=True)
 
 
 def _scales_fit_tma(problem: GemmProblem, t: Any) -> bool:

@@ -199,7 +199,7 @@ def bind(problem: GemmProblem, config: Config, kernel: Any, tensors: GemmTensors
     if e.totals:
         tiles = -(-problem.outputs // (config.block_n // (2 if problem.gated else 1)))
         return _closure(config, kernel, tensors,
-                        lambda t: [partials(problem, t, tiles), *t.totals, *(t.epilogue.tensors[x.name] for x in e.tensors)],
+                        lambda t: [partials(problem, t, tiles), t.totals, *(t.epilogue.tensors[x.name] for x in e.tensors)],
                         lambda t: [t.epilogue.scalars[x.name] for x in e.scalars])
     if problem.epilogue is not None:
         return _closure(config, kernel, tensors, lambda t: [t.epilogue.tensors[x.name] for x in e.tensors],

@@ -15,7 +15,7 @@ import torch
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
 from kernelgen.kernels.gemm.activations import ACTIVATION_NAMES, activation_words, added, function_parameters, gate_name
-from kernelgen.kernels.gemm.row_totals import adding_operators, with_totals
+from kernelgen.kernels.gemm.row_totals import with_totals
 from kernelgen.params import ParamStruct
 from kernelgen.problems.gemm import FUNCTION, MORE_ACTIVATIONS, GemmProblem, GroupedGemmProblem
 from kernelgen.specs import KernelSpec
@@ -357,7 +357,7 @@ def bind(
             _address(t.zero_b), _address(t.ends) if grouped else 0, t.out.data_ptr() if work else _address(parts), _address(t.out_scale),
         ) + tail)
 
-    return with_totals(p, tasks_n, run, adding_operators(p))
+    return with_totals(p, tasks_n, run)
 
 
 def _address(t: torch.Tensor | None) -> int:

@@ -83,7 +83,7 @@ def bind(problem: GemmProblem, config: Config, kernel: Any, tensors: GemmTensors
     # Of a row in a warp, which leaves one partial: PartsOf::leave of the header.
     pieces = config.warp_tile[1] // (16 if problem.gated else 8)
     tiles = -(-problem.outputs // (8 * (pieces if pieces & (pieces - 1) == 0 else 1)))
-    return row_totals.with_totals(problem, tiles, run, row_totals.adding_kernel(problem, kernel, tensors.a.device.index or 0, tiles))
+    return row_totals.with_totals(problem, tiles, run, kernel, tensors.a.device.index or 0)
 
 
 def coverage() -> Iterable[tuple[GemmProblem, Config | None]]:

@@ -216,7 +216,11 @@ struct DenseEpilogue {
 
   // The user's, whose arguments are where a bias would be; `i`: of the four of a thread, two rows apart by 8.
   __device__ static float call_function(const DenseSm90Params& p, const Extras& extras, float x, float y, int column, int i, Parts& parts) {
-    return parts.value(x, y, extras.batch, extras.row + i / 2 * 8, column, p.bias, column < (kGated ? p.n / 2 : p.n), i / 2);
+    if constexpr (TotalsOf<typename Options::Function>::kCount > 0) {
+      return parts.value(x, y, extras.batch, extras.row + i / 2 * 8, column, p.bias, column < (kGated ? p.n / 2 : p.n), i / 2);
+    } else {
+      return Options::Function::value(x, y, {extras.batch, extras.row + i / 2 * 8, column}, static_cast<const int64_t*>(p.bias));
+    }
   }
 
   __device__ static float gated(const DenseSm90Params& p, float gate, float up, const Extras& extras, int column, int i, Parts& parts) {
