@@ -26,10 +26,10 @@ def as_pair(out: Any) -> tuple[Any, Any]:
 
 
 def totals_of(epilogue: Any, out: Any) -> tuple[str, ...]:
-    """Names of a user's epilogue's reductions over rows, which an operator returns as one tensor."""
+    """Names of an epilogue's reductions over rows, which an operator returns as one tensor."""
     totals = () if epilogue is None else epilogue.names_of_totals()
     if totals and out is not None:
-        raise SettingsError("out: got one in a graph beside an epilogue that reduces over rows, expected none; copy the result")
+        raise SettingsError("out: got one in a graph beside an epilogue with reductions, expected none; copy the result")
     return totals
 
 

@@ -1,8 +1,6 @@
 """Epilogues of products: a Python function ``(x, ctx) -> value`` of one element of a @ b, traced as a variant of attention is; of a product
 whose columns are a gate's and what it gates ``(x, y, ctx) -> value``, x of the first half of the columns and y of the second.
 
-A function may return ``(value, {name: reduction})`` with reductions over the row, of ``row_sum`` and ``row_max`` (epilogue_function.py).
-
 ``ctx`` has ``batch``, ``row`` and ``column`` of the element, the extra tensors, indexed with one integer expression per dimension, and the
 extra numbers. Traced once, it is written as C++ (emit.py) for CUDA and CPU kernels and as Python for CuTe-DSL (templates/cute/functions.py
 has its helpers). The public side: epilogue_function.py.
@@ -51,7 +49,7 @@ class TracedEpilogue:
 
     rows    names of tensors whose last dimension is contiguous, which is compiled in
     gated   takes two columns of the product for one of the output
-    totals  its reductions over rows, in the order of the function; their names are not in any text
+    totals  its reductions over rows
     """
 
     result: Expression
@@ -99,18 +97,16 @@ class TracedEpilogue:
 
     @cached_property
     def code(self) -> str:
-        """``def epilogue(x, y, batch, row, column, *extra values)``, which returns the value, or that and the term of each total."""
+        """``def epilogue(x, y, batch, row, column, *extra values)``, of the value, and the term of each total."""
         head = f"def epilogue({', '.join(('x', 'y', *FIELDS, *(f'extra_{n}' for n in self.names)))}):"
         return "\n".join([head, *_EpilogueWriter().lines(self.result, "Float32", self.terms)])
 
     @property
     def terms(self) -> tuple[Expression, ...]:
-        """What is reduced, of one element."""
         return tuple(total.value for total in self.totals)
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Of the totals: "sum" or "max"."""
         return tuple(total.kind for total in self.totals)
 
     @cached_property
@@ -164,8 +160,7 @@ def trace_function(
     given = [Value(make("score", REAL, value=half)) for half in (("x", "y") if gated else ("x",))]
     value, reduced = taken_apart(function(*given, Context(values)))
     result = _result("epilogue", value, FLOATS, "a float (the new value)")
-    expected = "a float of each element"
-    totals = tuple(Reduction(n, r.kind, _result(f"epilogue's {n!r}", r.value, FLOATS, expected)) for n, r in reduced.items())
+    totals = tuple(Reduction(n, r.kind, _result(f"epilogue's {n!r}", r.value, FLOATS, "a float")) for n, r in reduced.items())
     read = {n for e in in_order((result, *(total.value for total in totals))) for n in _names_in(e)}
     # Descriptions without a tensor are those of calls, whose rows are contiguous.
     rows = (n for n, t in (tensors or {}).items() if n in read and known[n].rank and (isinstance(t, ExtraTensor) or t.stride(-1) == 1))

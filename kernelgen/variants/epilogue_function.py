@@ -23,15 +23,11 @@ _MOST_TOTALS = 16
 
 
 class RowReduction(NamedTuple):
-    """``value``: of each element, a stand-in of a kernel's or a tensor."""
-
     kind: str
     value: Any
 
 
 class Reduction(NamedTuple):
-    """One that was traced."""
-
     name: str
     kind: str
     value: Expression
@@ -52,10 +48,10 @@ def taken_apart(made: Any) -> tuple[Any, Mapping[str, RowReduction]]:
     """What a function returned: its value, and its reductions by name. Raises VariantError."""
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping)):
         return made, {}
-    wrong = [name for name, r in made[1].items() if not (isinstance(name, str) and isinstance(r, RowReduction))]
+    wrong = [name for name, r in made[1].items() if not isinstance(r, RowReduction)]
     if wrong or len(made[1]) > _MOST_TOTALS:
-        raise VariantError(f"epilogue: got {len(made[1])} reductions, not made by row_sum or row_max: {wrong}; expected at most "
-                           f"{_MOST_TOTALS} by name, of these two")
+        raise VariantError(f"epilogue: got {len(made[1])} reductions, {wrong} of them not by row_sum or row_max, expected at most "
+                           f"{_MOST_TOTALS}, by these")
     return made
 
 
@@ -165,8 +161,7 @@ def epilogue(
     scalars    extra Python numbers, read as ``ctx.name``; another value is no other kernel
     name       what it is called in explanations
 
-    A function may return ``(value, {"sum_sq": kernelgen.row_sum(value * value)})``, with sums and largest values (``kernelgen.row_max``)
-    over the rows of the output; the call then returns (out, {"sum_sq": (.., M) float32}).
+    A function may return ``(value, {"sum_sq": kernelgen.row_sum(value * value)})``; the call then returns (out, {"sum_sq": (.., M)}).
 
     ctx holds batch (of all leading dimensions), row and column of the output. Functions are those of variants of attention
     (``kernelgen.variant``): torch's elementwise ones, ``torch.where``, Python's operators and comparisons; numbers that the function
