@@ -45,7 +45,8 @@ def with_totals(problem: Any, tiles: int, run: Callable[..., None], kernel: Any 
     kinds, rows = problem.epilogue.kinds, problem.batch * problem.m
     if kernel is not None:
         grid, block = (-(-rows // _THREADS), 1, 1), (_THREADS, 1, 1)
-        launch = kernel.entry(ENTRY, PARAMS).prepare(device, grid=grid, block=block, programmatic=programmatic)
+        launch = kernel.entry(ENTRY, PARAMS).prepare(device, grid=grid, block=block, programmatic=programmatic,
+                                                      carveout=100 if programmatic else None)  # as the product has it
         pack, tails = PARAMS.pointer_packer.pack, {kind: PARAMS.pack_scalars(
             {"m": problem.m, "rows": rows, "tiles": tiles, "maximum": int(kind == "max")}) for kind in kinds}
 
