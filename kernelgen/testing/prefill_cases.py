@@ -3,6 +3,7 @@ logits that grow, each against the float64 reference."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -189,6 +190,14 @@ def growing(steps: tuple[float, ...]) -> Change:
     return change
 
 
+def near_the_end(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """A logit that outgrows those of other keys by 2^120 to 2^127.6: its weight is no inf yet, but the inverse may be flushed to 0."""
+    q *= 2.0**-6
+    q[..., 0] = (7.53125 + torch.arange(q.shape[1]) % 16 / 32).to(q.dtype)[:, None]
+    k[..., 0] = 0.0
+    k[:, 5, :, 0] = 127.6 / (8.0 * k.shape[-1] ** -0.5 * math.log2(math.e))
+
+
 CHANGES: dict[str, tuple[Case, Change]] = {
     "NaN": (CAUSAL, nonfinite(NAN)),
     "inf": (CAUSAL, nonfinite(INF)),
@@ -196,5 +205,6 @@ CHANGES: dict[str, tuple[Case, Change]] = {
     "infinite keys": (CAUSAL, infinite_keys),
     "growing": (CAUSAL, growing(STEPS)),
     "growing, rows without keys": (replace(CAUSAL, q_lens=(200,), k_lens=(170,)), growing(STEPS)),
+    "near the end of float's range": (CAUSAL, near_the_end),
     "growing fp16": (replace(STAGES, kv_lens=(120, 100, 120)), growing(SMALL_STEPS)),
 }
