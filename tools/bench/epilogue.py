@@ -97,7 +97,8 @@ class Bound:
         return self.made[at]
 
     def __call__(self, o: Operands) -> torch.Tensor:
-        self.run(self.ready(o))
+        tensors = self.ready(o)  # before `run` is looked up, which it may make
+        self.run(tensors)
         return o.out
 
 
