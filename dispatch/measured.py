@@ -57,7 +57,7 @@ def bucket(problem: Any) -> str | None:
     """The bucket's name: the fields that are not at their default, in order. None for problems that hold code (a variant, an epilogue)."""
     if getattr(problem, "variant", None) is not None or getattr(problem, "epilogue", None) is not None:
         return None
-    words = []
+    words = [form for form in ("gathered", "scattered") if getattr(problem, form, False)]  # they differ by nothing else
     for name, default, rounds in _fields(type(problem)):  # type: ignore[arg-type]  # mypy has no hash for type[Any]
         value = getattr(problem, name)
         if default is not MISSING and value == default:
