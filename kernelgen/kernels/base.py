@@ -91,12 +91,13 @@ class Steps:
     decisions: tuple[tuple[str, Decision], ...]
 
     def __str__(self) -> str:
-        """Each kernel once, without its folder; products with their configs."""
+        """Each kernel once, without its folder; products with their configs, and times where they were measured."""
         words = []
         for _, decision in self.decisions:
             chosen = decision.chosen
             assert chosen is not None
-            config = f" ({chosen.config})" if chosen.kernel.startswith("gemm/") else ""
+            time = f", {chosen.measured:.4g} us measured" if chosen.measured is not None else ""
+            config = f" ({chosen.config}{time})" if chosen.kernel.startswith("gemm/") else ""
             words.append(chosen.kernel.split("/")[-1] + config)
         return ", ".join(words)
 
@@ -176,6 +177,12 @@ def division_of(decision: Decision) -> Division | None:
     kind = decision.target.kind if chosen.backend == "generated" else None
     family = next(f for f in families(decision.problem.op, kind, chosen.backend) if f.name == chosen.kernel)
     return family.division(decision.problem, decision.target, chosen.config) if family.division else None
+
+
+def kernel_names() -> frozenset[str]:
+    """Of all kernels and compositions, as explain shows them."""
+    composed = (composition(op) for op in _COMPOSITIONS)
+    return frozenset([f.name for f in all_families()] + [c.name for c in composed if c is not None])
 
 
 def all_families() -> list[KernelFamily]:

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from kernelgen import reference as ref
+from kernelgen import settings
+from kernelgen.dispatch import select
 from kernelgen.dispatch.select import choose
 from kernelgen.dtypes import DTYPES
-from kernelgen.kernels.base import KernelFamily, families
+from kernelgen.kernels.base import KernelFamily, families, family_of
 from kernelgen.kernels.moe.layer import COMPOSITION
-from kernelgen.ops.moe import describe_moe
+from kernelgen.ops.moe import describe_moe, explain_moe
 from kernelgen.problems.gemm import GatheredGemmProblem, ScatteredGemmProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
@@ -82,6 +84,33 @@ def run_scattered(case: Grouped, tokens: int, distinct: bool, family: KernelFami
         others = torch.ones(tokens, dtype=torch.bool, device=device)
         others[numbers] = False
         assert_bits_equal(outs[0][0, others], before[0, others], what=f"{what}, rows that nobody names")
+
+
+def run_forced_layer(c: dict[str, Any], kernels: tuple[str, ...], target: Target, load: Load, load_others: Load) -> None:
+    """A layer as dispatch makes it where kernels are put first, which its products have to have; called twice."""
+    select.forget()
+    with settings.override(kernels=kernels):
+        decision = explain_moe(**c, target=target, backend="generated", live=False)
+    select.forget()
+    assert decision.chosen is not None and decision.chosen.kernel == COMPOSITION.name
+    steps = dict(decision.chosen.config.decisions)
+    assert all(step.chosen.kernel in kernels for step in steps.values() if step.problem.op == "grouped_gemm"), str(decision)
+
+    def prepare(name: str, given: Any) -> Callable[[Any], Any]:
+        step = steps[name]
+        assert step.chosen is not None
+        family = family_of(step.problem.op, "cuda", step.chosen.kernel)
+        assert family is not None
+        made = family.spec(step.problem, target, step.chosen.config)
+        return family.bind(step.problem, step.chosen.config, (load if step.problem.op == "grouped_gemm" else load_others)(made), given)
+
+    options: dict[str, Any] = dict.fromkeys(("alpha", "limit", "bias13", "bias2", "scale13", "scale2", "shared", "expert_map", "out"))
+    _, tensors = describe_moe(**(options | dict(gate_up="gate_first", weights_on_input=False, deterministic=True) | c))
+    run = COMPOSITION.bind(decision.problem, tuple(steps), prepare, tensors)
+    for _ in range(2):
+        poison_(tensors.out)
+        run(tensors)
+        assert_close_to_reference(tensors.out.cpu(), ref.moe(**oracle(c)), plain(c), what=f"a layer by {kernels}")
 
 
 def run_layer(c: dict[str, Any], family: KernelFamily, config: Any, target: Target, load: Load, load_others: Load) -> None:
