@@ -76,9 +76,9 @@ CASES = (
     *(Case("qwen3-30b", MoePermuteProblem(tokens, 8, 2048, "e4m3", None, 16), 5) for tokens in (64, 512, 4096, 32768)),
     *(Case("qwen3-30b", MoePermuteProblem(tokens, 8, 2048, "bf16"), 5) for tokens in (512, 4096)),
     Case("mixtral", MoePermuteProblem(4096, 2, 4096, "bf16"), 5),
-    *(Case(model, QuantizeProblem(1, tokens, width, "bf16", recipe=BLOCKS), 6)
+    *(Case(model, QuantizeProblem(1, tokens, width, "bf16", recipe=BLOCKS), 7)
       for model, width in (("qwen3-30b", 2048), ("deepseek-v3", 7168)) for tokens in (64, 512, 4096)),
-    *(Case("qwen3-30b", LimitedQuantizeProblem(1, 8 * tokens, 768, "bf16", recipe=BLOCKS), 6) for tokens in (512, 4096)),
+    *(Case("qwen3-30b", LimitedQuantizeProblem(1, 8 * tokens, 768, "bf16", recipe=BLOCKS), 7) for tokens in (512, 4096)),
 )
 _TRITON = {"moe_unpermute": rows_triton.UNPERMUTE_FAMILY, "moe_permute": rows_triton.PERMUTE_FAMILY,
            "quantize_fp8": quantize_fp8_triton.FAMILY}

@@ -46,11 +46,12 @@ def supports(p: QuantizeProblem, target: Target) -> Verdict:
 
 
 # 8 elements a thread, as neighbours; more of them are more loads in flight.
-_SHAPES = ((1, 8, 4), (1, 16, 8), (1, 4, 2), (1, 16, 4), (1, 8, 2), (1, 64, 16), (2, 8, 8), (4, 2, 4), (1, 32, 8))
+_SHAPES = ((1, 8, 4), (1, 16, 8), (1, 4, 2), (1, 16, 4), (1, 64, 16), (2, 8, 8))
 
 
 def candidates(p: QuantizeProblem, target: Target) -> Iterator[Config]:
     yield from (Config(*shape) for shape in _SHAPES)
+    yield Config(1, 16, 8, dependent=False)
 
 
 def spec(p: QuantizeProblem, target: Target, c: Config) -> KernelSpec:
