@@ -64,7 +64,7 @@ _CUTE_KERNELS = ("moe/layer", "gemm/grouped_sm90_cute")
 
 def cases(tokens: Sequence[int], only: str) -> list[MoeCase]:
     """Those with targets first."""
-    every = [c for c in SUITES["moe"].cuda if isinstance(c, MoeCase) and c.tokens in tokens and only in str(c)]
+    every = [c for c in SUITES["moe"].cuda if isinstance(c, MoeCase) and c.tokens in tokens and any(words in str(c) for words in only.split("|"))]
     return sorted(every, key=lambda c: (c.model, c.tokens, c.recipe) not in TARGETS)
 
 
@@ -243,7 +243,7 @@ def _decision(case: MoeCase, target: Machine) -> Decision:
 def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
-    parser.add_argument("--only", default="", help="cases whose words contain this")
+    parser.add_argument("--only", default="", help="cases whose words contain this, or one of several with | between them")
     parser.add_argument("--cute", action="store_true", help="time products in CuTe-DSL beside the others")
     add_build_options(parser)
     add_run_options(parser, _JSON)
