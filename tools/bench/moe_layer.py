@@ -64,7 +64,8 @@ _CUTE_KERNELS = ("moe/layer", "gemm/grouped_sm90_cute")
 
 def cases(tokens: Sequence[int], only: str) -> list[MoeCase]:
     """Those with targets first."""
-    every = [c for c in SUITES["moe"].cuda if isinstance(c, MoeCase) and c.tokens in tokens and any(words in str(c) for words in only.split("|"))]
+    every = [c for c in SUITES["moe"].cuda if isinstance(c, MoeCase) and c.tokens in tokens
+             and any(words in str(c) for words in only.split("|"))]
     return sorted(every, key=lambda c: (c.model, c.tokens, c.recipe) not in TARGETS)
 
 
