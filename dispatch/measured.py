@@ -7,7 +7,7 @@ and what makes it count: docs/design/dispatch.md; the file: :mod:`kernelgen.disp
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from functools import cache
 from importlib import import_module
@@ -91,6 +91,12 @@ def times(problem: Any, target: Target, live: bool) -> tuple[dict[tuple[str, str
             return {}, stale
         return {(m.backend, m.kernel): m for m in found if m.us is not None}, table.source
     return {}, ""
+
+
+def lack_ours(known: Mapping[tuple[str, str], Measurement], basis: str, problem: Any, target: Target) -> bool:
+    """Do times that ship say nothing of a kernel of ours that can run the problem? Then it competes where somebody tunes."""
+    return basis.startswith(SHIPPED) and any(("generated", family.name) not in known and family.supports(problem, target)
+                                             for family in families(problem.op, target.kind))
 
 
 def _outgrown(table: Timings, found: Sequence[Measurement], problem: Any, target: Target) -> str:

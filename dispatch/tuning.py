@@ -179,7 +179,8 @@ class Tuner:
         if (problem.op, name, target) in self._done:
             return None
         self._done.add((problem.op, name, target))
-        if not self.options.again and measured.times(problem, target, True)[0]:
+        known, basis = measured.times(problem, target, True)
+        if known and not self.options.again and not measured.lack_ours(known, basis, problem, target):
             return None
         if self._hopeless:
             self.leave(problem, self._hopeless)

@@ -117,6 +117,14 @@ def test_a_measured_sibling_runs_the_step(monkeypatch: pytest.MonkeyPatch) -> No
     assert products(decision) == [SIBLINGS[1], SIBLINGS[0]] and "40 us measured" in str(decision)
 
 
+def test_times_that_ship_keep_no_sibling_from_a_tuning() -> None:
+    problem = GroupedGemmProblem(8, 8192, 4096, 4096, "bf16", "bf16", "bf16", b_order="col", batched_b=True)
+    known, basis = measured.times(problem, H200, False)
+    assert ("generated", SIBLINGS[0]) in known and measured.lack_ours(known, basis, problem, H200)
+    every = known | {("generated", c.kernel): known["generated", SIBLINGS[0]] for c in select.candidates_of(problem, H200, live=False)}
+    assert not measured.lack_ours(every, basis, problem, H200) and not measured.lack_ours(known, "measured here", problem, H200)
+
+
 @pytest.mark.parametrize("spare", (0, 30))
 @pytest.mark.parametrize("sizes", ((3, 0, 70, 0, 200, 1), (0, 0, 0)), ids=str)
 def test_what_gathered_rows_are_held_against(sizes: tuple[int, ...], spare: int) -> None:
