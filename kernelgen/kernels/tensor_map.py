@@ -27,14 +27,16 @@ def tensor_map(
                            _SWIZZLES[row_bytes if swizzled else 0])
 
 
-def head_map(field: str, pointer: str, t: torch.Tensor, box: tuple[int, int]) -> TensorMapRecipe:
+def head_map(field: str, pointer: str, t: torch.Tensor, box: tuple[int, int], of_heads: int = 1) -> TensorMapRecipe:
     """For attention's (B, S, H, D), or (T, H, D) of ragged batches, with contiguous columns: coordinates are (column, row, head, request).
-    ``box``: columns and rows, in elements; rows of 128 bytes, swizzled. Strides as in tensor_map.
+    ``box``: columns and rows, in elements; rows of 128 bytes, swizzled. Strides as in tensor_map. ``of_heads`` above 1: a box has so many
+    heads of each row, and coordinates are (column, head, row, request).
     """
     whole = t if t.dim() == 4 else t.unsqueeze(0)
     requests, rows, heads, columns = whole.shape
     size, nearest = whole.element_size(), -(-columns * whole.element_size() // 16) * 16
-    strides = tuple(stride * size if extent > 1 else nearest
-                    for stride, extent in ((whole.stride(1), rows), (whole.stride(2), heads), (whole.stride(0), requests)))
-    return TensorMapRecipe(field, pointer, _DATA_TYPES[t.dtype], (columns, max(rows, 1), max(heads, 1), max(requests, 1)), strides,
-                           (*box, 1, 1), _SWIZZLES[128])
+    by_row, by_head, by_request = ((max(extent, 1), stride * size if extent > 1 else nearest)
+                                   for stride, extent in zip((whole.stride(1), whole.stride(2), whole.stride(0)), (rows, heads, requests)))
+    outer, lengths = ((by_head, by_row, by_request), (of_heads, box[1])) if of_heads > 1 else ((by_row, by_head, by_request), (box[1], 1))
+    return TensorMapRecipe(field, pointer, _DATA_TYPES[t.dtype], (columns, *(extent for extent, _ in outer)), tuple(s for _, s in outer),
+                           (box[0], *lengths, 1), _SWIZZLES[128])

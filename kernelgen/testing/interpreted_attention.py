@@ -41,9 +41,9 @@ NAN, INF = float("nan"), float("inf")
 
 
 @contextmanager
-def interpreted(folder: Path) -> Iterator[None]:
-    """The backend "triton" on the CPU."""
-    kernels: dict[KernelSpec, InterpretedKernel] = {}
+def interpreted(folder: Path, load: Callable[[KernelSpec, Path], Any] = InterpretedKernel) -> Iterator[None]:
+    """The backend "triton" on the CPU. ``load``: (spec, folder) -> kernel."""
+    kernels: dict[KernelSpec, Any] = {}
 
     def candidates(self: Any, problem: Any, target: Any, live: bool) -> Iterator[tuple[str, Any, Verdict]]:
         for family in families(problem.op, "cuda", "triton"):
@@ -54,7 +54,7 @@ def interpreted(folder: Path) -> Iterator[None]:
         family: KernelFamily = next(f for f in families(problem.op, "cuda", "triton") if f.name == kernel)
         spec = family.spec(problem, TARGET, config)
         if spec not in kernels:
-            kernels[spec] = InterpretedKernel(spec, folder)
+            kernels[spec] = load(spec, folder)
         return family.bind(problem, config, kernels[spec], tensors)
 
     with mock.patch.object(backend.Triton, "candidates", candidates), mock.patch.object(backend.Triton, "prepare", prepare):

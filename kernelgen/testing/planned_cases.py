@@ -18,7 +18,7 @@ NAN, INF = float("nan"), float("inf")
 
 @lru_cache(maxsize=4)
 def _table(device: str) -> torch.Tensor:
-    return torch.linspace(-1, 1, 1024, device=device)
+    return torch.linspace(-8, 8, 8192, device=device)
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class RelativeBias:
   static constexpr bool kSoftmax = true;
   static KERNELGEN_DEVICE float score(float s, const VariantContext& c, const int64_t* args) {
     const float* table = reinterpret_cast<const float*>(args[0]);
-    return s + table[(c.q_pos - c.k_pos + 512) * args[1]] * (c.head + 1);
+    return s + table[(c.q_pos - c.k_pos + 4096) * args[1]] * (c.head + 1);
   }
   static KERNELGEN_DEVICE bool visible(const VariantContext& c, const int64_t* args) {
     return (c.q_index + c.k_pos * 3 + c.batch) % 5 != 0;
@@ -41,7 +41,7 @@ class RelativeBias:
         return "relative_bias"
 
     def reference(self, device: str) -> Variant:
-        return Variant(lambda s, c: s + c.table[c.q_pos - c.k_pos + 512] * (c.head + 1),
+        return Variant(lambda s, c: s + c.table[c.q_pos - c.k_pos + 4096] * (c.head + 1),
                        lambda c: (c.q_index + c.k_pos * 3 + c.batch) % 5 != 0, {"table": _table(device)})
 
     def words(self, device: str) -> torch.Tensor:

@@ -1,9 +1,11 @@
-"""Calls of attention/prefill_sm90 and its sibling in CuTe-DSL for emulators: dense and ragged, every mask, non-finite values and keys,
-logits that grow, each against the float64 reference."""
+"""Calls of attention/prefill_sm90 and its sibling in CuTe-DSL for emulators and a GPU: dense and ragged, every mask, non-finite values and
+keys, logits that grow, each against the float64 reference."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -81,16 +83,28 @@ def _mask(case: Case, seed: int) -> dict[str, Any]:
     return {"mask": pack_mask(flat) if case.mask == "packed" else flat, "mask_indptr": indptr}
 
 
-def run(case: Case, family: Any, load: Callable[[KernelSpec], Any], *, what: str, change: Change | None = None, seed: int = 1) -> None:
-    """One launch into poisoned memory that is larger than its outputs, compared with the reference. ``family``: the kernel's module."""
+@contextmanager
+def _gpu_of(blocks: int, family: Any) -> Iterator[torch.Tensor]:
+    """Stands in for a GPU of so many SMs: gives its counters, which must be left as they were found."""
+    count = torch.zeros(2, dtype=torch.int32)
+    with mock.patch.object(counters, "counter", lambda device: (count.data_ptr(), count)), \
+            mock.patch.object(family, "target_of", lambda device: replace(TARGET, sm_count=blocks)):
+        yield count
+    assert not count.any(), count
+
+
+def run(case: Case, family: Any, load: Callable[[KernelSpec], Any], *, what: str, change: Change | None = None, seed: int = 1,
+        device: str = "cpu") -> None:
+    """One launch into poisoned memory that is larger than its outputs, compared with the reference. ``family``: the kernel's module.
+    ``device``: "cuda" where ``load`` gives what runs on one."""
     what, c = f"{case} {what} seed={seed}", case
     numbers = seed_of("prefill_sm90 emulated", c, seed)
     q, k, v = _inputs(c, numbers)
     if change is not None:
         change(q, k, v)
-    q, k, v = padded_rows(q), swapped_storage(k), padded_rows(v, 24)
+    q, k, v = padded_rows(q.to(device)), swapped_storage(k.to(device)), padded_rows(v.to(device), 24)
     batch, heads = len(c.q_lens), c.heads[0]
-    lengths = (cu_seqlens(c.q_lens), cu_seqlens(c.k_lens)) if c.ragged else ()
+    lengths: Any = (cu_seqlens(c.q_lens), cu_seqlens(c.k_lens)) if c.ragged else ()
     given: dict[str, Any] = {"soft_cap": c.soft_cap} | _mask(c, numbers + 3)
     if c.sinks:
         given["sinks"] = torch.tensor([0.7, INF, -INF, -0.4][:heads])
@@ -98,10 +112,12 @@ def run(case: Case, family: Any, load: Callable[[KernelSpec], Any], *, what: str
         given["alibi_slopes"] = random_tensor((heads,), seed=numbers + 4).abs()
     if c.kv_lens is not None:
         given["kv_lens"] = torch.tensor(c.kv_lens, dtype=torch.int32)
-    variant, words = c.variant, c.variant.words("cpu") if c.variant else None
+    variant, words = c.variant, c.variant.words(device) if c.variant else None
     if c.variant and family.FAMILY.toolchain == "cutedsl":
         variant = trace(c.variant.reference("cpu"))
         words = bind_words(c.variant.reference("cpu"), variant, "cpu")
+    placed: Any = [x.to(device) for x in lengths]
+    there: dict[str, Any] = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
     sizes = (batch, q.shape[0], k.shape[0]) if c.ragged else (batch, q.shape[1], k.shape[1])
     problem = AttentionProblem(
         "ragged" if c.ragged else "dense", *sizes, *c.heads, *c.dims, c.dtype, c.dtype, c.dtype, causal=c.causal, window=c.window,
@@ -109,31 +125,28 @@ def run(case: Case, family: Any, load: Callable[[KernelSpec], Any], *, what: str
         return_lse=c.lse)
     for verdict in (family.supports(problem, TARGET), family.legal(problem, TARGET, c.config)):
         assert verdict, f"{what}: {verdict}"
-    whole = poisoned_empty((*q.shape[:-3], q.shape[-3] + 1, heads, c.dims[1] + 8), q.dtype)
+    whole = poisoned_empty((*q.shape[:-3], q.shape[-3] + 1, heads, c.dims[1] + 8), q.dtype, device)
     out = whole[..., : q.shape[-3], :, : c.dims[1]]
-    lse = poisoned_empty(q.shape[:-1] if c.ragged else (batch, heads, q.shape[1])) if c.lse else None
-    tensors = AttentionTensors(q, k, v, out, lse, c.scale, *lengths, **given)._replace(variant_words=words)
-    # Stands in for a GPU of so many SMs; its counters must be left as they were found.
-    count = torch.zeros(2, dtype=torch.int32)
-    with mock.patch.object(counters, "counter", lambda device: (count.data_ptr(), count)), \
-            mock.patch.object(family, "target_of", lambda device: replace(TARGET, sm_count=c.blocks)):
+    lse = poisoned_empty(q.shape[:-1] if c.ragged else (batch, heads, q.shape[1]), device=device) if c.lse else None
+    tensors = AttentionTensors(q, k, v, out, lse, c.scale, *placed, **there)._replace(variant_words=words)
+    with _gpu_of(c.blocks, family) if device == "cpu" else nullcontext() as count:
         kernel = load(family.spec(problem, TARGET, c.config))
         if hasattr(kernel, "reachable"):  # what the copy engine does not load is given by its address
             extra = c.variant.reference("cpu").tensors.values() if c.variant else ()
             kernel = replace(kernel, reachable=(count, *(x for x in tensors if isinstance(x, torch.Tensor)), *extra))
         family.bind(problem, c.config, kernel, tensors)(tensors)
-    assert not count.any(), (what, count)
-    result, outside = out.clone(), whole.clone()
+    result, outside = out.cpu(), whole.clone()
     outside[..., : q.shape[-3], :, : c.dims[1]].fill_(NAN)
     assert bool(outside.isnan().all()), f"{what}: written outside of the result"
     given.pop("mask_indptr", None)
     given |= {"causal": c.causal, "window": None if c.window == (None, None) else c.window, "scale": c.scale, "return_lse": True,
               "variant": c.variant.reference("cpu") if c.variant else None}
+    q, k, v = q.cpu(), k.cpu(), v.cpu()
     exact, exact_lse = (ref.attention_varlen if c.ragged else ref.attention)(q, k, v, *lengths, **given)
     plain, plain_lse = (attention_varlen_plain if c.ragged else attention_plain)(q, k, v, *lengths, **given)
     assert_attention_close(result, exact, plain, what=what, seed=numbers)
     if lse is not None:
-        assert_lse_close(lse, exact_lse, plain_lse.float(), what=what, seed=numbers)
+        assert_lse_close(lse.cpu(), exact_lse, plain_lse.float(), what=what, seed=numbers)
 
 
 CAUSAL = Case(Config(2, 32), (150, 150), (170, 170), causal=True)
@@ -189,6 +202,14 @@ def growing(steps: tuple[float, ...]) -> Change:
     return change
 
 
+def near_the_end(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """A logit that outgrows those of other keys by 2^120 to 2^127.6: its weight is no inf yet, but the inverse may be flushed to 0."""
+    q *= 2.0**-6
+    q[..., 0] = (7.53125 + torch.arange(q.shape[1]) % 16 / 32).to(q.dtype)[:, None]
+    k[..., 0] = 0.0
+    k[:, 5, :, 0] = 127.6 / (8.0 * k.shape[-1] ** -0.5 * math.log2(math.e))
+
+
 CHANGES: dict[str, tuple[Case, Change]] = {
     "NaN": (CAUSAL, nonfinite(NAN)),
     "inf": (CAUSAL, nonfinite(INF)),
@@ -196,5 +217,26 @@ CHANGES: dict[str, tuple[Case, Change]] = {
     "infinite keys": (CAUSAL, infinite_keys),
     "growing": (CAUSAL, growing(STEPS)),
     "growing, rows without keys": (replace(CAUSAL, q_lens=(200,), k_lens=(170,)), growing(STEPS)),
+    "near the end of float's range": (CAUSAL, near_the_end),
     "growing fp16": (replace(STAGES, kv_lens=(120, 100, 120)), growing(SMALL_STEPS)),
+}
+
+# Heads of a group in one tile, of whose 64 rows a consumer all are in use or 60; keys of a tile over several blocks.
+PACKED = Case(Config(2, 32, pack_gqa=True), (40, 40), (170, 170), heads=(4, 1), causal=True, sinks=True)
+PACKED_SPLIT = Case(Config(2, 32, 3, value_stages=2, early_keys=True, diagonal=2, pack_gqa=True, splits=3), (30, 30), (262, 262),
+                    heads=(10, 2), causal=True, dims=(64, 72))
+FEW_QUERIES = {
+    "heads packed": PACKED,
+    "three heads packed": Case(Config(2, 48, diagonal=1, pack_gqa=True), (50, 0, 1, 70), (60, 9, 40, 150), True, (6, 2), (72, 40),
+                               "fp16", alibi=True, window=(40, 9)),
+    "keys split": Case(Config(2, 32, query_stages=2, splits=3), (150, 150), (170, 170), causal=True, kv_lens=(170, 20)),
+    "keys split, ragged, sinks": Case(Config(1, 32, pingpong=False, splits=4), (17, 0, 130, 1), (40, 9, 240, 0), True, (4, 2), (64, 72),
+                                      "fp16", sinks=True, soft_cap=5.0),
+    "heads packed, keys split": PACKED_SPLIT,
+}
+NUMBERS_OF_FEW: dict[str, tuple[Case, Change]] = {
+    "heads packed, NaN": (PACKED, nonfinite(NAN, INF)),
+    "heads packed, keys split, inf": (PACKED_SPLIT, nonfinite(INF, -INF)),
+    "heads packed, keys split, growing": (PACKED_SPLIT, growing((*STEPS, -40.0, -300.0, 20.0))),
+    "keys split, near the end of float's range": (replace(FEW_QUERIES["keys split"], heads=(2, 1)), near_the_end),
 }

@@ -35,6 +35,7 @@ from kernelgen.kernels.gemm import (
 )
 from kernelgen.kernels.gemm.dense_sm90 import Config
 from kernelgen.kernels.gemm.dense_sm90_cute import Config as Cute
+from kernelgen.kernels.gemm.grouped_sm90_cute import Config as CuteGroups
 from kernelgen.kernels.gemm.mixed_sm90 import Config as Mixed
 from kernelgen.kernels.gemm.skinny_sm90 import Config as Skinny
 from kernelgen.kernels.moe import layer as moe_layer
@@ -105,6 +106,8 @@ PREFILL: dict[str, tuple[Prefill, tuple[int, int], tuple[int, ...], tuple[int, .
     "prefill-shared-by-rows": (Prefill(2, 64, multicast=1), (64, 64), (300,), (333,), False),
     "prefill-shared-by-heads": (Prefill(2, 64, early_keys=True, diagonal=1, multicast=2, longest_first=True), (72, 64),
                                 (70, 0, 1, 200), (90, 40, 300, 77), True),
+    "prefill-packed": (Prefill(2, 64, pack_gqa=True), (72, 40), (70, 0, 1, 200), (90, 40, 300, 77), True),
+    "prefill-packed-split": (Prefill(1, 64, 3, False, early_keys=True, pack_gqa=True, splits=3), (64, 64), (40,), (333,), True),
     "prefill-query-stages": (Prefill(2, 64, query_stages=2), (64, 64), (300,), (333,), True),
 }
 
@@ -119,7 +122,7 @@ def _grouped(case: Grouped, config: Any) -> None:
 
 
 def _cute_groups(run: Callable[..., None], product: Product, *numbers: Any) -> None:
-    for config in (Cute(2, 2, 128, 5, pingpong=True), Cute(1, 2, 128, 6)):
+    for config in (CuteGroups(2, 2, 128, 5, pingpong=True), CuteGroups(1, 2, 128, 6)):
         run(Grouped("rows", (70, 0, 5, 130), product), *numbers, grouped_sm90_cute.FAMILY, target_of("cuda"), build.kernel, config, "cuda")
 
 

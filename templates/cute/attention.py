@@ -10,6 +10,7 @@ LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 SPREAD = 8.0  # a reference moves when a weight would exceed 2^SPREAD, far below where fp16 ends
 WORDS = 8  # of a slot: a row tile's first query, head, request, lengths and first rows of its queries and keys
 INFINITE = float("inf")
+FAR = 2.0**127  # weights from here on have no power of two in reach: 2^-127 is flushed to 0
 KEPT, MOVED, REMAKE = 0, 1, 2  # what by_reference did
 
 
@@ -133,8 +134,8 @@ def by_maximum(scores: cute.Tensor, references: cute.Tensor, sums: cute.Tensor, 
 def by_reference(scores: cute.Tensor, references: cute.Tensor, sums: cute.Tensor, factors: cute.Tensor, scale: Float32,
                  count: cutlass.Constexpr):
     """Weights without a search for the maximum, for rows that have a reference: KEPT, MOVED, or REMAKE, with nothing but the scores
-    changed, where some weight is inf. A sum above 2^(SPREAD + 2) moves the reference by a power of two, which what is there follows without
-    a loss."""
+    changed, where some weight is out of reach. A sum above 2^(SPREAD + 2) moves the reference by a power of two, which what is there
+    follows without a loss."""
     parts = to_weights(scores, references, scale, count)
     most = Float32(4 * 2**SPREAD)
     state = Int32(KEPT)
@@ -143,7 +144,7 @@ def by_reference(scores: cute.Tensor, references: cute.Tensor, sums: cute.Tensor
     if cute.arch.vote_any_sync((parts[0] > most) | (parts[1] > most)):
         tops = [over_quad(part, cute.arch.fmax) for part in parts]  # NaN is dropped, and is in the weights still
         state = Int32(MOVED)
-        if cute.arch.vote_any_sync((tops[0] == Float32(INFINITE)) | (tops[1] == Float32(INFINITE))):
+        if cute.arch.vote_any_sync((tops[0] >= Float32(FAR)) | (tops[1] >= Float32(FAR))):
             state = Int32(REMAKE)
         else:
             for r in cutlass.range_constexpr(2):

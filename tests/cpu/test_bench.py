@@ -84,9 +84,26 @@ def test_candidates_are_interleaved_and_the_median_counts() -> None:
         return sample
 
     timings = interleave({name: timer(name) for name in values}, 3)
-    assert order == ["a", "b"] * 3
+    rounds = [order[i : i + 2] for i in range(0, 6, 2)]
+    assert all(sorted(names) == ["a", "b"] for names in rounds)
     assert timings["a"] == Timing(5.0, 1.0, 9.0, 3) and timings["b"].median == 2.5
     assert interleave({}, 3) == {}
+
+
+def test_no_candidate_has_a_place_of_its_own_in_the_rounds() -> None:
+    """The clock falls within a round: whoever always came first would be measured on a faster chip."""
+    names = "abcdef"
+
+    def order() -> list[str]:
+        taken: list[str] = []
+        interleave({name: lambda name=name: float(taken.append(name) or 1.0) for name in names}, 9)
+        return taken
+
+    assert order() == order(), "the same in every run"
+    rounds = [order()[i : i + len(names)] for i in range(0, 9 * len(names), len(names))]
+    assert all(sorted(r) == list(names) for r in rounds)
+    places = {name: [r.index(name) for r in rounds] for name in names}
+    assert all(1.0 <= sum(found) / 9 <= 4.0 and len(set(found)) >= 4 for found in places.values()), places
 
 
 def test_cpu_timer_repeats_until_the_sample_is_long_enough_and_rotates() -> None:

@@ -30,10 +30,10 @@ def test_every_config_is_legal_and_a_kernel_of_its_own() -> None:
     for case in cases:
         problem, found = case.problem(), TOOL.configs_of(case, H200)
         assert prefill_sm90.supports(problem, H200)
-        assert found[0] == next(prefill_sm90.candidates(problem, H200)) and len(found) > 4, case
+        assert found[0] == next(prefill_sm90.candidates(problem, H200)) and len(found) > 3, case
         missing = [c for c in TOOL.VARIANTS[case.dims, case.causal] if c not in found]
         assert not missing, [prefill_sm90.legal(problem, H200, c).reason for c in missing]
-        kernels = [c for c in found if c.section == Config.section]
+        kernels = {replace(c, section=Config.section) for c in found}
         assert len({prefill_sm90.spec(problem, H200, c) for c in found}) == len(kernels)
 
 

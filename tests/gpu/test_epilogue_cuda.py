@@ -28,6 +28,8 @@ def test_every_kernel_against_the_reference(family: str, name: str) -> None:
         pytest.skip("tensors of bool are not in CuTe-DSL's epilogues")
     orders = ("gate_first",) if family == "gemm/dense_sm90_cute" else ("gate_first", "interleaved", "up_first")
     for m, n, k in SIZES:
+        if (family, name) == ("gemm/dense_sm90_cute", "gate"):
+            n -= n % 16  # its results leave by TMA, in rows of whole 16 bytes
         for gate_up in orders if name == "gate" else orders[:1]:
             case = Product(m, n, k, "bf16", epilogue=name, batch=2 if name == "residual" else 1, gate_up=gate_up)
             run_product(case, FAMILIES[family], target_of("cuda"), build.kernel, device="cuda")

@@ -21,8 +21,9 @@ from kernelgen.testing.adapters import aligned, only
 from kernelgen.testing.attention_calls import compare_nonfinite
 from kernelgen.testing.attention_cases import Spec, check, make_problem, specs
 from kernelgen.testing.data import cu_seqlens, poisoned_empty, random_tensors, seed_of
+from kernelgen.testing.prefill_cases import FEW_QUERIES, NUMBERS_OF_FEW, Case, run
 from kernelgen.testing.prefill_gpu import AXES, BF16, CUDA, DIMS, INF, LENGTHS, NAN, PLACES
-from kernelgen.testing.tolerance import assert_attention_close
+from kernelgen.testing.tolerance import assert_attention_close, assert_bits_equal
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90")
 
@@ -91,6 +92,10 @@ def every_config() -> list[tuple[int, Config]]:
         (128, Config(2, 128, multicast=1)), (128, Config(2, 128, multicast=2)), (256, Config(2, 80, out_over_query=True, multicast=1)),
         (64, Config(3, 128, 4, early_keys=True, multicast=1)), (128, Config(2, 128, early_keys=True, diagonal=2, multicast=2)),
         (40, Config(1, 64, 3, False, resident=3, diagonal=2, polynomial=2)),
+        (128, Config(2, 128, pack_gqa=True)), (64, Config(3, 128, pack_gqa=True)), (256, Config(2, 80, out_over_query=True, pack_gqa=True)),
+        (128, Config(1, 128, 3, False, early_keys=True, pack_gqa=True, splits=5)), (128, Config(2, 128, 3, splits=2)),
+        (256, Config(2, 64, pack_gqa=True, splits=3)), (72, Config(1, 64, 3, False, resident=2, diagonal=2, pack_gqa=True, splits=64)),
+        (64, Config(3, 128, multicast=2, splits=2)), (128, Config(2, 128, query_stages=2, pack_gqa=True, splits=3)),
     ]
     return list(dict.fromkeys(rows + others))
 
@@ -126,6 +131,61 @@ def test_weights_of_inf_have_scores_made_again(config: Config, layout: str) -> N
     reference: Any = ref.attention_varlen if lengths is not None else ref.attention
     exact, plain = reference(*args, **call), reference(*args, **call, compute_dtype=torch.float32, p_dtype=BF16).to(BF16)
     assert_attention_close(given[3], exact, plain, what=f"{config} {layout}", seed=seed)
+
+
+@pytest.mark.parametrize("name", FEW_QUERIES)
+def test_few_queries(name: str) -> None:
+    run(FEW_QUERIES[name], prefill_sm90, build.kernel, what="few queries", device=CUDA)
+
+
+@pytest.mark.parametrize("name", NUMBERS_OF_FEW)
+def test_numbers_of_few_queries(name: str) -> None:
+    case, change = NUMBERS_OF_FEW[name]
+    run(case, prefill_sm90, build.kernel, what="few queries", change=change, device=CUDA)
+
+
+@pytest.mark.parametrize("config", [
+    Config(2, 128, pack_gqa=True), Config(2, 128, 3, splits=4), Config(1, 128, 3, False, pack_gqa=True, splits=16),
+    Config(1, 64, 3, False, resident=2, early_keys=True, pack_gqa=True, splits=9)], ids=str)
+@pytest.mark.parametrize("heads", [(8, 2), (14, 2), (64, 1)], ids=str)
+def test_few_queries_of_groups(config: Config, heads: tuple[int, int]) -> None:
+    """Lengths around a tile's queries, keys of which some parts have none; every row by its own head's slope and LSE."""
+    base = Case(config, (16, 16), (4000, 4000), heads=heads, dims=(128, 128), causal=True)
+    tile = config.block_q // (heads[0] // heads[1] if config.pack_gqa else 1)
+    ragged = Case(config, (1, tile, 0, tile + 1, 3 * tile - 1), (3000, 128, 70, 0, 517), True, heads, (128, 128), "fp16", causal=True)
+    window = replace(base, q_lens=(tile + 3,) * 2, k_lens=(333,) * 2, causal=False, window=(90, None))
+    for case in (base, replace(base, q_lens=(1, 1), alibi=True), window, replace(base, q_lens=(3 * tile,), k_lens=(tile,), lse=False),
+                 replace(base, k_lens=(2000, 2000), kv_lens=(1999, 3)), ragged):
+        run(case, prefill_sm90, build.kernel, what="groups", device=CUDA)
+
+
+def test_split_keys_in_a_cuda_graph_and_on_two_streams() -> None:
+    """Partial results are the call's own: of the graph's pool, and of each stream."""
+    seed, config = seed_of("sm90 split graph"), Config(1, 128, 3, False, pack_gqa=True, splits=16)
+    q, k, v = prefill_gpu.inputs(2, 16, 5000, 32, 8, 128, seed=seed)
+    problem = AttentionProblem("dense", 2, 16, 5000, 32, 8, 128, 128, "bf16", "bf16", "bf16", causal=True)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    calls = [AttentionTensors(q, k, v, poisoned_empty(q.shape, BF16, CUDA), None, 128**-0.5) for _ in range(4)]
+    bound = prefill_sm90.bind(problem, config, build.kernel(prefill_sm90.spec(problem, target_of(CUDA), config)), calls[0])
+    bound(calls[0])
+    exact, plain = (ref.attention(q, k, v, causal=True), ref.attention(q, k, v, causal=True, compute_dtype=torch.float32, p_dtype=BF16))
+    assert_attention_close(calls[0].out, exact, plain.to(BF16), what="split keys", seed=seed)  # type: ignore[arg-type, union-attr]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    for _ in range(50):
+        for stream, call in zip(streams, calls[1:]):
+            with torch.cuda.stream(stream):
+                bound(call)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            bound(calls[3])
+    poisoned_empty((1 << 24,), torch.float32, CUDA)
+    for _ in range(5):
+        graph.replay()
+    for call in calls[1:]:
+        assert_bits_equal(call.out, calls[0].out, what="streams and a graph")
 
 
 def test_repeats_in_a_cuda_graph_and_on_two_streams() -> None:

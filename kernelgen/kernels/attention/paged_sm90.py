@@ -86,6 +86,7 @@ def legal(problem: PagedAttentionProblem, target: Target, config: Config) -> Ver
     given = min(240, (launch * (c.consumers + 1) - _GATHERING_REGISTERS) // c.consumers // 8 * 8)
     return first_no(
         (config.multicast == 0, f"multicast {config.multicast}: blocks share no tiles in paged_sm90"),
+        (not config.pack_gqa and config.splits == 1, f"config {config}: neither packed heads nor split keys are in paged_sm90"),
         (bool(common := prefill_sm90.legal(_ragged(problem), target, config)), common.reason),
         (page_rows(problem, c) > 1 or needed <= given, f"config {c} needs about {needed} registers, a consumer has {given} beside a warp "
          f"that copies pages of {problem.page_size} row by row"),
@@ -101,7 +102,8 @@ def candidates(problem: PagedAttentionProblem, target: Target) -> Iterator[Confi
         rows = page_rows(p, config)
         return rows < min(_BOX, p.page_size) if rows > 1 else config.block_k % _BOX != 0
 
-    return (c for c in sorted(prefill_sm90.candidates(_ragged(p), target), key=pieces) if legal(p, target, c))
+    # Scores that are made again from pages take registers: 260 bytes are spilled beside D 256.
+    return (c for c in sorted(prefill_sm90.candidates(_ragged(p), target), key=lambda c: (c.early_keys, pieces(c))) if legal(p, target, c))
 
 
 def division(problem: PagedAttentionProblem, target: Target, config: Config) -> Division:

@@ -18,6 +18,15 @@ from kernelgen.kernels.attention.mma import HALVES, address, round_up
 from kernelgen.kernels.attention.prefill_mma import check_factor, supports_unplanned
 from kernelgen.kernels.attention.prefill_mma import scalars_of as scalars_of_all
 from kernelgen.kernels.attention.prefill_sm90_configs import TABLE, Config
+from kernelgen.kernels.attention.prefill_sm90_split import (
+    MERGE_ENTRY,
+    MERGE_THREADS,
+    bind_split,
+    divides,
+    of_few_queries,
+    packed_heads,
+    queries_of,
+)
 from kernelgen.kernels.base import KernelFamily
 from kernelgen.kernels.tensor_map import head_map
 from kernelgen.params import ParamStruct
@@ -38,13 +47,14 @@ PARAMS = ParamStruct((
     *((name, "i32") for name in (
         "seq_q", "seq_k", "batch", "group_size", "num_q_heads", "row_tiles", "tiles", "section", "window_left", "window_right",
         "q_keep", "q_flip")),
-    ("logit_scale", "f32"), ("cap_scale", "f32"),
+    ("logit_scale", "f32"), ("cap_scale", "f32"), ("splits", "i32"),
 ), tensor_maps=("map_q", "map_k", "map_v", "map_out"))
 ENTRY = "attention_prefill_sm90"
 
 _BOX = 64  # columns of a box: 128 bytes
 _MAX_TILES = 2**31 - 1 - 2**16  # they and the blocks of a launch are counted in int32
 _OTHER_REGISTERS = 32  # of a consumer's thread, beside scores, weights and output
+_TALL = Config(2, 128)  # whose tiles Row.idle means
 _SYSTEM_BYTES = 1024  # of shared memory that each block leaves to the system
 
 
@@ -67,7 +77,8 @@ def shared_memory(problem: AttentionProblem, config: Config) -> int:
     c = config
     depth, columns = round_up(problem.head_dim, _BOX), round_up(problem.head_dim_v, _BOX)
     queries, out = 64 * 2 * depth, 64 * 2 * columns
-    of_consumer = c.query_stages * max(queries, out) if c.out_over_query else c.query_stages * queries + out // c.out_parts
+    apart = 0 if c.splits > 1 else out // c.out_parts  # partial results leave from registers
+    of_consumer = c.query_stages * max(queries, out) if c.out_over_query else c.query_stages * queries + apart
     tiles = c.consumers * of_consumer + c.block_k * 2 * (c.stages * depth + c.value_ring * columns)
     barriers = 16 * c.stages + 24 * c.value_ring + 16 * c.consumers * c.query_stages
     return round_up(round_up(tiles + barriers, 16) + 2 * 16 + 2 * 32 + c.value_ring * 16, 128)
@@ -98,6 +109,7 @@ def legal(problem: AttentionProblem, target: Target, config: Config) -> Verdict:
         (c.multicast != 2 or problem.group_size % 2 == 0, f"multicast 2: groups of {problem.group_size} heads, got no even number"),
         (c.out_parts in (1, 2) and (c.out_parts == 1 or (not c.out_over_query and round_up(problem.head_dim_v, _BOX) % (2 * _BOX) == 0)),
          f"{c.out_parts} parts of results of {problem.head_dim_v} columns: 1, or 2 of whole boxes of {_BOX} beside the queries"),
+        (bool(divided := divides(problem, c)), divided.reason),
         (not (c.polynomial and problem.return_lse), "polynomials are not exact enough for an LSE"),
         (c.diagonal == 0 or c.query_stages == 1, f"diagonal {c.diagonal} beside {c.query_stages} stages of queries"),
         (row_tiles_of(problem, c)[1] <= _MAX_TILES,
@@ -120,9 +132,11 @@ def candidates(problem: AttentionProblem, target: Target) -> Iterator[Config]:
     p, keys = problem, _keys(problem)
     widest = max(p.head_dim, p.head_dim_v)
     masked = bool(p.causal or p.windowed or p.mask or p.variant)
-    rows = (row for row in TABLE if widest <= row.head_dim and row.masked == masked)
+    idle = not p.batch_invariant and 0 < row_tiles_of(p, _TALL)[1] <= (target.sm_count or 0) // 2
+    rows = (row for row in TABLE if widest <= row.head_dim and row.masked == masked and (idle or not row.idle))
     fitting = next((row for row in rows if row.keys is None or (keys is not None and keys <= row.keys)), None)
-    return (c for c in (fitting.configs if fitting else ()) if legal(p, target, c))
+    wanted = fitting.configs if fitting else ()
+    return (c for c in (*wanted, *of_few_queries(p, target)) if legal(p, target, c))
 
 
 def grid(problem: AttentionProblem, target: Target) -> Iterator[Config]:
@@ -138,15 +152,17 @@ def grid(problem: AttentionProblem, target: Target) -> Iterator[Config]:
 
 def described(problem: AttentionProblem, config: Config) -> tuple[dict[str, Any], list[str]]:
     """(parameters, words of the name) of a specialisation: dtype, head dims, features in use and config; nothing that varies per call."""
-    p, c = problem, replace(config, section=Config.section)  # which is a scalar
+    p, c = problem, replace(config, section=Config.section, splits=min(config.splits, 2))  # of which numbers are scalars
     tile = mma.Config(c.block_q, c.block_k, 4 * c.consumers, c.stages)
     parameters = mma.options(
         p, tile, ragged=p.layout == "ragged", kv_lens=p.kv_lens, out_element=p.out_dtype, shared_memory=shared_memory(p, c),
         value_stages=c.value_ring, early_keys=c.early_keys, pingpong=c.pingpong, out_over_query=c.out_over_query,
         query_stages=c.query_stages, resident=c.resident, diagonal=c.diagonal, polynomial=c.polynomial, uniform=c.uniform,
-        longest_first=c.longest_first, out_parts=c.out_parts, multicast=c.multicast, page_rows=0,
+        longest_first=c.longest_first, out_parts=c.out_parts, multicast=c.multicast, page_rows=0, packed_heads=packed_heads(p, c),
+        split=c.splits > 1, **({"merge_threads": MERGE_THREADS} if c.splits > 1 else {}),
         mma_columns=" ".join(str(n) for n in sorted({c.block_k, c.block_k // (2 if c.diagonal == 2 else 1), round_up(p.head_dim_v, 16)})))
-    return parameters, [*mma.words_of(parameters, tile)[:-len(str(tile).split())], *str(c).split()]
+    words = [*mma.words_of(parameters, tile)[:-len(str(tile).split())], *str(c).split()]
+    return parameters, [{"gqa": f"gqa{packed_heads(p, c)}", "split2": "split"}.get(word, word) for word in words]
 
 
 def spec(problem: AttentionProblem, target: Target, config: Config) -> KernelSpec:
@@ -154,17 +170,20 @@ def spec(problem: AttentionProblem, target: Target, config: Config) -> KernelSpe
     parameters, words = described(problem, config)
     return KernelSpec.make(
         "_".join([ENTRY, *words]), "attention/prefill_sm90.cu.jinja", "nvrtc", parameters,
-        params=PARAMS, params_type="kernelgen::PrefillSm90Params", entries=(ENTRY,), target=target,
+        params=PARAMS, params_type="kernelgen::PrefillSm90Params", entries=(ENTRY, *([MERGE_ENTRY] if config.splits > 1 else [])),
+        target=target,
     )
 
 
 def row_tiles_of(problem: AttentionProblem, config: Config) -> tuple[int, int]:
-    """(row tiles of a dense request, row tiles in all; ragged: a bound from Tq alone), of a cluster where blocks share keys."""
-    p, tiles = problem, -(-problem.seq_q // (config.block_q * (2 if config.multicast == 1 else 1)))
-    heads = p.num_q_heads // (2 if config.multicast == 2 else 1)
+    """(row tiles of a dense request, row tiles in all; ragged: a bound from Tq alone), of a cluster where blocks share keys; parts of
+    them where keys are split."""
+    p, c, packed = problem, config, packed_heads(problem, config)
+    tiles = -(-p.seq_q // (queries_of(p, c) * (2 if c.multicast == 1 else 1)))
+    heads = p.num_q_heads // (2 if c.multicast == 2 else packed)
     if p.layout == "ragged":
-        return 0, (tiles + p.batch if tiles and p.batch else 0) * heads
-    return tiles, tiles * p.batch * heads
+        return 0, (tiles + p.batch if tiles and p.batch else 0) * heads * c.splits
+    return tiles * c.splits, tiles * p.batch * heads * c.splits
 
 
 def _section(problem: AttentionProblem, config: Config) -> int:
@@ -179,7 +198,8 @@ def scalars_of(problem: AttentionProblem, config: Config, t: AttentionTensors) -
     """Everything of Params that is fixed by shapes, strides and scalars."""
     row_tiles, tiles = row_tiles_of(problem, config)
     values = scalars_of_all(problem, t) | {
-        "num_q_heads": problem.num_q_heads, "row_tiles": row_tiles, "tiles": tiles, "section": _section(problem, config)}
+        "num_q_heads": problem.num_q_heads, "row_tiles": row_tiles, "tiles": tiles, "section": _section(problem, config),
+        "splits": config.splits}
     return {name: values[name] for name in PARAMS.scalars}
 
 
@@ -189,8 +209,10 @@ def bind(problem: AttentionProblem, config: Config, kernel: Any, tensors: Attent
     device = t.q.device.index or 0
     check_factor(p, t)
     keys = c.block_k // c.blocks
-    boxes = [("q", t.q, 64), ("k", t.k, keys), ("v", t.v, keys)] + ([("out", t.out, 64)] if p.layout == "dense" else [])
-    maps = [head_map(f"map_{name}", name, x, (_BOX, rows)) for name, x, rows in boxes]
+    packed = packed_heads(p, c)
+    boxes = [("q", t.q, 64 // packed, packed), ("k", t.k, keys, 1), ("v", t.v, keys, 1)]
+    boxes += [("out", t.out, 64 // packed, packed)] if p.layout == "dense" and c.splits == 1 else []
+    maps = [head_map(f"map_{name}", name, x, (_BOX, rows), heads) for name, x, rows, heads in boxes]
     clusters = min(row_tiles_of(p, c)[1], max((target_of(t.q.device).sm_count or 1) * c.resident // c.blocks, 1))
     launch = kernel.prepare(device, grid=(clusters * c.blocks, 1, 1), block=(c.threads, 1, 1), cluster=(c.blocks, 1, 1), programmatic=True,
                             shared_memory=shared_memory(p, c), tensor_maps=maps)
@@ -200,6 +222,8 @@ def bind(problem: AttentionProblem, config: Config, kernel: Any, tensors: Attent
     if t.q.device.type == "cuda":
         counters.provide(device)
     none = (0,) * len(_RARE)
+    if c.splits > 1:
+        return bind_split(p, c, kernel, device, launch, lambda pointers: blank + pack(*pointers) + tail, call, rare)
 
     def run(t: AttentionTensors) -> None:
         counter, memory = counters.counter(device)
@@ -224,12 +248,15 @@ def coverage() -> Iterable[tuple[AttentionProblem, Config | None]]:
     yield replace(base, causal=True), Config(2, 128, 2, False)
     yield base, Config(2, 128, 3, value_stages=2)
     yield replace(base, causal=True), Config(2, 128, diagonal=2)
-    yield replace(base, causal=True, head_dim=64, head_dim_v=64), Config(3, 128, diagonal=2, polynomial=4)
+    yield replace(base, causal=True, head_dim=64, head_dim_v=64), Config(3, 128, polynomial=4)
     yield base, Config(2, 128, early_keys=True)
     yield replace(base, head_dim=256, head_dim_v=256), Config(2, 80, out_over_query=True, early_keys=True)
     yield base, Config(2, 128, early_keys=True, multicast=1)
     yield replace(base, causal=True, layout="ragged"), Config(2, 128, early_keys=True, multicast=2)
     yield replace(base, head_dim=256, head_dim_v=256, causal=True), Config(2, 64, early_keys=True, diagonal=1, out_parts=2)
+    yield replace(base, causal=True, return_lse=True), Config(2, 128, pack_gqa=True)
+    yield replace(base, causal=True, sinks=True, return_lse=True), Config(2, 128, 3, splits=4)
+    yield replace(base, layout="ragged", causal=True, num_q_heads=12), Config(1, 128, 3, False, early_keys=True, pack_gqa=True, splits=4)
     yield replace(base, alibi=True, sinks=True, causal=True, return_lse=True), None
     yield replace(base, layout="ragged", alibi=True, sinks=True, soft_cap=True, head_dim=64, head_dim_v=64), None
     yield replace(base, mask="dense", head_dim=64, head_dim_v=64), None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class Config:
     section         MiB of keys and values whose heads' tiles are dealt out together, so that L2 holds them
     uniform         addresses of tiles are made uniform once a product, not descriptor by descriptor
     longest_first   ragged: of each 32 requests those with the most keys first
+    pack_gqa        a tile has rows of all query heads which share keys: few queries fill it, and keys are read once for the group
+    splits          blocks that divide a row tile's keys; their results are merged by a second kernel. 1: one block has all
     query_stages    2: the next row tile's queries come while this one's are in use, and its first scores are made beside this one's last
                     product
     """
@@ -46,11 +48,14 @@ class Config:
     section: int = 32
     uniform: bool = False
     longest_first: bool = False
+    pack_gqa: bool = False
+    splits: int = 1
 
     def __str__(self) -> str:
         words = f"{self.block_q}x{self.block_k} s{self.stages}" + (f"+{self.value_stages}" if self.value_stages else "")
         words += (" early" if self.early_keys else "") + (f" diag{self.diagonal}" if self.diagonal else "")
         words += f" share{self.multicast}" if self.multicast else ""
+        words += (" gqa" if self.pack_gqa else "") + (f" split{self.splits}" if self.splits > 1 else "")
         words += f" {self.section}MiB" if self.section != Config.section else ""
         words += f" poly{self.polynomial}" if self.polynomial else ""
         words += (" uniform" if self.uniform else "") + (" longest" if self.longest_first else "")
@@ -86,31 +91,49 @@ class Config:
 @dataclass(frozen=True)
 class Row:
     """``configs``, best first, of head dims up to ``head_dim`` (the larger of D and Dv), of calls with a mask or without one, of up to
-    ``keys`` keys (None: any number). The last config of a head dim's last row is legal wherever the head dim fits."""
+    ``keys`` keys (None: any number), and ``idle``: only if tiles of 128 rows would leave half of the SMs without one. The last config of a
+    head dim's last row is legal wherever the head dim fits."""
 
     head_dim: int
     masked: bool
     keys: int | None
     configs: tuple[Config, ...]
+    idle: bool = False
 
 
-# Three blocks of 64 rows on an SM hide each other's beginnings and ends, which are most of a short problem's time under a mask (D 64,
-# causal, TFLOP/s, beside 128 x 128 and 192 x 128 in one block, and cuDNN: 8 x 512 252, 215, 188, 218; 16 x 1k 371, 319, 284, 343;
-# 8 x 2k 391, 341, 368, 358; without a mask 404, 367, 402, 390 at 16 x 1k). Three consumers are the best of D 64 beyond (4k, causal: 450,
-# 399 with two). Wider tiles of keys than 128 were slower in D 128 (176: 401 for 469 at 16 x 1k causal), narrower ones too (96: 423).
-# D 256, causal: 64 keys 501, 689, 677 and 80 keys 483, 685, 680 at 1k, 4k, 16k; without a mask 654, 699, 726 and 668, 738, 749.
-# H200, bf16, 2026-11-30, tools/bench/results/tried/h200_prefill_sm90_configs.json. Head dims in between were not timed.
+# Factors are times of what was in use before (the second or a later config of the row) over those of the first, H200, bf16, 2026-12-01,
+# tools/bench/results/h200_prefill_variants.json, unless it says otherwise. Head dims in between were not timed.
+#
+# D 64, causal. Three blocks of 64 rows on an SM hide each other's beginnings and ends, which are most of a short problem's time:
+# 1.16 - 1.38 up to 1k keys, 0.98 at 2k. Four stages and diagonal=1: 1.06 at 4k, 1.04 at 8k, 1.02 at 16k (diagonal=2, whose loop has local
+# memory: 1.07, 1.035, 1.01). Without a mask four stages: 1.06, 1.05, 1.04, 1.025, 1.02, 1.01 from 512 to 16k keys.
+# D 128, causal: diagonal=2 1.02 - 1.006 up to 2k, 0.995 at 4k; heads dealt out by 64 MiB 1.013 at 8k, 1.008 at 16k. A tile of 64 rows where
+# SMs would be idle: 1.125 at 1 x 512. Narrower and wider tiles of keys were slower (tried/h200_prefill_sm90_configs.json).
+# D 192/128, causal: early_keys and diagonal=2 1.018 at 4k, with 64 MiB 1.045 at 8k.
+# D 256: results in two parts and early_keys 1.012, 1.025, 1.005 at 1k, 4k, 8k, with a multicast 1.007 at 16k; causal, with diagonal=1,
+# 1.07, 1.03 at 1k, 4k, with 64 MiB 1.063, 1.072 at 8k, 16k.
 _LARGEST = (Config(2, 128), Config(2, 96))
+_SINGLE = (Config(1, 128, 3, pingpong=False), *_LARGEST)
+_OVER = tuple(Config(2, block_k, out_over_query=True) for block_k in (128, 112, 80))
 _WIDE = (Config(2, 80, out_over_query=True), Config(2, 64, out_over_query=True))
+_APART = Config(2, 64, early_keys=True, out_parts=2)
+_HALVES = Config(2, 128, early_keys=True, diagonal=2, out_over_query=True)
 TABLE: tuple[Row, ...] = (
-    Row(64, True, 2048, (Config(1, 64, 3, pingpong=False, resident=3), *_LARGEST)),
-    Row(64, True, None, (Config(3, 128), *_LARGEST)),
+    Row(64, True, 1024, (Config(1, 64, 3, pingpong=False, resident=3), *_LARGEST)),
+    Row(64, True, None, (Config(3, 128, 4, diagonal=1), Config(3, 128), *_LARGEST)),
     Row(64, False, 256, _LARGEST),
-    Row(64, False, None, (Config(3, 128), *_LARGEST)),
-    Row(128, True, None, _LARGEST),
+    Row(64, False, None, (Config(3, 128, 4), Config(3, 128), *_LARGEST)),
+    Row(128, True, None, _SINGLE, idle=True),
+    Row(128, False, None, _SINGLE, idle=True),
+    Row(128, True, 2048, (Config(2, 128, diagonal=2), *_LARGEST)),
+    Row(128, True, 4096, _LARGEST),
+    Row(128, True, None, (Config(2, 128, section=64), *_LARGEST)),
     Row(128, False, None, _LARGEST),
-    *(Row(192, masked, None, (Config(2, 128, out_over_query=True), Config(2, 112, out_over_query=True), Config(2, 80, out_over_query=True)))
-      for masked in (True, False)),
-    Row(256, True, None, tuple(reversed(_WIDE))),
-    Row(256, False, None, _WIDE),
+    Row(192, True, 4096, (_HALVES, *_OVER)),
+    Row(192, True, None, (replace(_HALVES, section=64), *_OVER)),
+    Row(192, False, None, _OVER),
+    Row(256, True, 4096, (replace(_APART, diagonal=1), *reversed(_WIDE))),
+    Row(256, True, None, (replace(_APART, diagonal=1, section=64), *reversed(_WIDE))),
+    Row(256, False, 8192, (_APART, *_WIDE)),
+    Row(256, False, None, (replace(_APART, multicast=1), _APART, *_WIDE)),
 )

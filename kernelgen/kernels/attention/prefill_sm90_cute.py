@@ -105,7 +105,8 @@ def shared_memory(problem: AttentionProblem, config: Config) -> int:
 
 
 # What configs of the sibling can choose and these cannot.
-_OF_SM90 = ("value_stages", "early_keys", "diagonal", "polynomial", "out_parts", "multicast", "uniform", "longest_first")
+_OF_SM90 = ("value_stages", "early_keys", "diagonal", "polynomial", "out_parts", "multicast", "uniform", "longest_first",
+            "pack_gqa", "splits")
 
 
 def legal(problem: AttentionProblem, target: Target, config: Config) -> Verdict:

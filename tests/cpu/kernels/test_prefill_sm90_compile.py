@@ -23,6 +23,7 @@ from kernelgen import build
 from kernelgen.kernels.attention import prefill_sm90
 from kernelgen.kernels.attention.prefill_sm90_configs import TABLE as ROWS
 from kernelgen.kernels.attention.prefill_sm90_configs import Config
+from kernelgen.kernels.attention.prefill_sm90_split import splits_for
 from kernelgen.problems.attention import AttentionProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
@@ -144,7 +145,9 @@ def test_specs_have_names_of_their_own() -> None:
                                        replace(config, value_stages=3), replace(config, early_keys=True), replace(config, diagonal=1),
                                        replace(config, diagonal=2), replace(config, polynomial=3),
                                        replace(config, out_parts=2), replace(config, multicast=1), replace(config, multicast=2),
-                                       replace(config, uniform=True), replace(config, longest_first=True))]
+                                       replace(config, uniform=True), replace(config, longest_first=True),
+                                       replace(config, pack_gqa=True), replace(config, splits=2), replace(config, pack_gqa=True, splits=2))]
+    specs += [_spec(replace(BASE, num_q_heads=8), replace(config, pack_gqa=True))]
     assert len({spec.name for spec in specs}) == len(set(specs)) == len(specs)
 
 
@@ -175,6 +178,9 @@ def test_other_chips_are_refused(arch: str) -> None:
     (Config(2, 64, polynomial=1), "every 1th"), (Config(2, 64, out_parts=2, out_over_query=True), "2 parts of results"),
     (Config(2, 64, multicast=3), "multicast 3"), (Config(1, 48, resident=2, multicast=1), "multicast 1, 2 blocks"),
     (Config(2, 64, query_stages=3), "3 of queries"),
+    (Config(2, 64, pack_gqa=True, multicast=2), "pack_gqa beside multicast 2"), (Config(2, 64, splits=0), "0 splits"),
+    (Config(2, 64, splits=257), "257 splits"), (Config(2, 64, out_over_query=True, splits=2), "splits beside out_over_query"),
+    (Config(2, 64, out_parts=2, splits=2), "splits beside 2 parts"),
     (Config(3, 128), "registers, a consumer has 160"), (Config(2, 128, 4), "bytes of shared memory"),
     (Config(1, 48, resident=3), "3 times"),
 ], ids=str)
@@ -195,6 +201,52 @@ def test_who_may_share_keys() -> None:
     for change in ({"causal": True}, {"window": (9, None)}, {"layout": "ragged"}):
         assert "row tiles" in prefill_sm90.legal(replace(BASE, **change), H200, rows).reason  # type: ignore[arg-type]
     assert "groups of 3" in prefill_sm90.legal(replace(BASE, num_q_heads=12), H200, heads).reason
+
+
+def test_who_may_pack_heads_and_split_keys() -> None:
+    packed, split = Config(2, 64, pack_gqa=True), Config(2, 64, splits=8)
+    for heads, group in ((4, 1), (4 * 65, 65)):
+        verdict = prefill_sm90.legal(replace(BASE, num_q_heads=heads), H200, packed)
+        assert not verdict and f"groups of {group} heads" in verdict.reason
+    assert prefill_sm90.legal(replace(BASE, num_q_heads=4 * 64), H200, packed)
+    assert "65536 query heads" in prefill_sm90.legal(replace(BASE, num_q_heads=1 << 16, seq_q=1), H200, split).reason
+    assert "partial rows" in prefill_sm90.legal(replace(BASE, batch=64), H200, split).reason
+
+
+def test_tiles_of_packed_heads_and_split_keys() -> None:
+    problem = replace(BASE, seq_q=100)  # of 16 / 4 heads, 2 requests
+    for config, expected in ((Config(2, 64), (1, 32)), (Config(2, 64, pack_gqa=True), (4, 32)), (Config(1, 64, pack_gqa=True), (7, 56)),
+                             (Config(2, 64, splits=5), (5, 160)), (Config(2, 64, pack_gqa=True, splits=5), (20, 160))):
+        assert prefill_sm90.row_tiles_of(problem, config) == expected, config
+    ragged = replace(problem, layout="ragged", batch=3, num_q_heads=12)  # 42 queries a tile: at most 3 + 3 tiles
+    assert prefill_sm90.row_tiles_of(ragged, Config(2, 64, pack_gqa=True, splits=5)) == (0, 6 * 4 * 5)
+
+
+def test_candidates_of_few_queries_come_behind_the_table() -> None:
+    """No rule takes them yet; a tuning tries them."""
+    few = replace(BASE, batch=1, num_q_heads=32, num_kv_heads=8, seq_q=64, seq_k=16384, causal=True)
+    first, *more = prefill_sm90.candidates(few, H200)
+    assert first == Config(1, 128, 3, False) and Config(2, 128, 3, pack_gqa=True, splits=8) in more
+    for change in ({"seq_q": 4096}, {"batch_invariant": True}):
+        assert not any(c.pack_gqa or c.splits > 1 for c in prefill_sm90.candidates(replace(few, **change), H200))  # type: ignore[arg-type]
+    one_head_each = replace(few, num_kv_heads=32)
+    assert all(not c.pack_gqa for c in prefill_sm90.candidates(one_head_each, H200))
+
+
+def test_parts_fill_the_sms_in_few_rounds() -> None:
+    few = replace(BASE, batch=1, num_q_heads=32, num_kv_heads=8, causal=True)
+    for queries, keys, heads, config, expected in (
+            (16, 65536, 32, Config(1, 128, pack_gqa=True), 16), (64, 65536, 32, Config(2, 128, pack_gqa=True), 8),
+            (512, 65536, 32, Config(2, 128), 1), (512, 16384, 40, Config(2, 128), 4), (16, 256, 32, Config(1, 128, pack_gqa=True), 1),
+            (4096, 4096, 32, Config(2, 128), 1)):
+        problem = replace(few, seq_q=queries, seq_k=keys, num_q_heads=heads)
+        assert splits_for(problem, H200, config) == expected, (queries, keys, heads)
+    assert splits_for(replace(few, seq_q=16, seq_k=65536, batch_invariant=True), H200, Config(1, 128)) == 1
+
+
+def test_one_spec_for_every_number_of_splits() -> None:
+    specs = {_spec(replace(BASE, seq_q=100), Config(2, 64, splits=n)) for n in (2, 3, 64)}
+    assert len(specs) == 1 and len(next(iter(specs)).entries) == 2
 
 
 def test_more_tiles_than_int32_counts() -> None:

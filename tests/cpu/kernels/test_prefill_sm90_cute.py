@@ -95,7 +95,7 @@ def test_the_loop_over_key_tiles(tmp_path: Path) -> None:
 def test_emulated() -> None:
     """One kernel: two requests, values that are no numbers, logits that outgrow those before them by more than float32 holds."""
     folder = settings().cache_dir / "emulated_ptx"
-    for change in (None, CHANGES["NaN"][1], CHANGES["growing"][1]):
+    for change in (None, CHANGES["NaN"][1], CHANGES["growing"][1], CHANGES["near the end of float's range"][1]):
         case = replace(CASES["causal"], config=Config(2, 32))
         run(case, kernel, partial(EmulatedCute, folder=folder, lazy=True, stalls=True, seed=3), what="emulated", change=change)
 

@@ -18,7 +18,22 @@ from kernelgen.kernels.attention import prefill_sm90
 from kernelgen.kernels.attention.prefill_sm90_configs import Config
 from kernelgen.settings import settings
 from kernelgen.testing.cuda_emulator import EmulatedKernel
-from kernelgen.testing.prefill_cases import CASES, CAUSAL, CHANGES, INF, NAN, STEPS, Case, Change, growing, infinite_keys, nonfinite, run
+from kernelgen.testing.prefill_cases import (
+    CASES,
+    CAUSAL,
+    CHANGES,
+    FEW_QUERIES,
+    INF,
+    NAN,
+    NUMBERS_OF_FEW,
+    STEPS,
+    Case,
+    Change,
+    growing,
+    infinite_keys,
+    nonfinite,
+    run,
+)
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -73,6 +88,7 @@ SCHEDULES = {
                                                   lse=False),
 }
 NUMBERS: dict[str, tuple[Case, Change]] = {
+    **NUMBERS_OF_FEW,
     "growing, keys given back early": (EARLY, growing(tuple(-step for step in STEPS))),
     "NaN, keys given back early": (EARLY, nonfinite(NAN)),
     "infinite keys, given back early": (EARLY, infinite_keys),
@@ -112,6 +128,11 @@ def test_numbers(name: str, folder: Path) -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules(name: str, folder: Path) -> None:
     both(SCHEDULES[name], folder)
+
+
+@pytest.mark.parametrize("name", FEW_QUERIES)
+def test_few_queries(name: str, folder: Path) -> None:
+    both(FEW_QUERIES[name], folder)
 
 
 @pytest.mark.parametrize("name", NUMBERS)

@@ -139,6 +139,9 @@ template <class T>
 inline T at_least_zero(T x) {
   return larger(x, static_cast<T>(0.0f));
 }
+// What `.ftz` makes of a number below 2^-126.
+inline float flushed(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x; }
+
 template <class T>
 inline T saturated(T x) {
   return x != x ? static_cast<T>(0) : std::min(std::max(x, static_cast<T>(0)), static_cast<T>(1));

@@ -16,6 +16,7 @@
 #include <kernelgen/attention/mma_store.cuh>
 #include <kernelgen/attention/sm90_dense.cuh>
 #include <kernelgen/attention/sm90_softmax.cuh>
+#include <kernelgen/attention/sm90_split.cuh>
 #include <kernelgen/attention/sm90_values.cuh>
 #include <kernelgen/sm90/control.cuh>
 #include <kernelgen/sm90/stmatrix.cuh>
@@ -67,7 +68,13 @@ struct PrefillSm90 : Sm90Shape<Options> {
   __device__ static Span span_of(const Params& p, const Work& work) {
     const Interval first = Rows::visible_keys(p, work, work.first_query);
     const Interval last = Rows::visible_keys(p, work, Rows::last_query(p, work, Shape::kBlockQ));
-    return {first.first / kBlockK, ceil_div(last.last, kBlockK), {last.first, first.last}};
+    const Span span{first.first / kBlockK, ceil_div(last.last, kBlockK), {last.first, first.last}};
+    if constexpr (Shape::kSplit) {
+      const Interval part = part_of_tiles(p, work, {span.begin, span.end});
+      return {part.first, part.last, span.whole};
+    } else {
+      return span;
+    }
   }
 
   // Of these tiles the ones that a consumer's own rows see, at least one: `whole` is of its rows, and `last` is the last row's last key.
@@ -76,8 +83,8 @@ struct PrefillSm90 : Sm90Shape<Options> {
   };
   __device__ static OwnSpan own_span(const Params& p, const Work& work, const Span& span, int group) {
     if constexpr (!Shape::kOwnTiles) return {span, 0};
-    const int row = work.first_query + group * kMmaRows;
-    const Interval first = Rows::visible_keys(p, work, row), last = Rows::visible_keys(p, work, min(row + kMmaRows, work.seq_q) - 1);
+    const int row = work.first_query + group * Shape::kQueries;
+    const Interval first = Rows::visible_keys(p, work, row), last = Rows::visible_keys(p, work, min(row + Shape::kQueries, work.seq_q) - 1);
     const int begin = max(min(first.first / kBlockK, span.end - 1), span.begin);
     return {{begin, max(min(ceil_div(last.last, kBlockK), span.end), begin + 1), {last.first, first.last}}, last.last};
   }
@@ -169,9 +176,11 @@ struct PrefillSm90 : Sm90Shape<Options> {
         const uint32_t full = queries_full(shared, q_at.stage, group);
         barrier_wait(queries_empty(shared, q_at.stage, group), q_at.parity ^ 1);
         if (issues) {
-          barrier_arrive_expect(full, Shape::kKeyBoxes * QueryBox::kBytes);
+          barrier_arrive_expect(full, Shape::kKeyBoxes * Shape::kQueryRows * kSwizzleRowBytes);
+          const int row = work.q_start + work.first_query + group * Shape::kQueries;
           load_tile<Shape::kKeyBoxes, QueryBox::kBytes>(query_tile(shared, q_at.stage, group), p.map_q, full,
-                                                        work.q_start + work.first_query + group * kMmaRows, work.head_, request);
+                                                        Shape::kPackedHeads > 1 ? work.head_ : row, Shape::kPackedHeads > 1 ? row : work.head_,
+                                                        request);
         }
       }
       q_at.advance();
@@ -287,6 +296,21 @@ struct PrefillSm90 : Sm90Shape<Options> {
     named_barrier_sync(kOfConsumer + group, kWarpgroupThreads);
   }
 
+  // Rows that no query comes to would be what memory held, whose logits may outgrow everything.
+  __device__ static void clear_unused_rows(uint32_t shared, int group) {
+    if constexpr (Shape::kQueryRows < kMmaRows) {
+      constexpr int kUnused = (kMmaRows - Shape::kQueryRows) * 8;
+      const uint32_t zeros[4] = {0, 0, 0, 0};
+      for (int i = threadIdx.x % kWarpgroupThreads; i < Options::kQueryStages * Shape::kKeyBoxes * kUnused; i += kWarpgroupThreads) {
+        const int box = i / kUnused, at = i % kUnused;
+        store_chunk(query_tile(shared, box / Shape::kKeyBoxes, group) + box % Shape::kKeyBoxes * QueryBox::kBytes +
+                    swizzled_chunk(Shape::kQueryRows + at / 8, at % 8), zeros);
+      }
+      tma_store_fence();
+      named_barrier_sync(kOfConsumer + group, kWarpgroupThreads);
+    }
+  }
+
   __device__ static void take_turn(int group) {
     if constexpr (kPingpong) named_barrier_sync(kTurn + group, 2 * kWarpgroupThreads);
   }
@@ -319,6 +343,7 @@ struct PrefillSm90 : Sm90Shape<Options> {
     QueryAt q_at;     // of the row tile whose first scores are made
     int q_stage = 0;  // of the one under way
     const bool edited = p.q_flip != 0 || p.q_keep != 0xffffffffu;
+    clear_unused_rows(shared, group);
     if (kPingpong && group == kConsumers - 1) named_barrier_arrive(kTurn, 2 * kWarpgroupThreads);  // the first turn is the first consumer's
     Scores scores;
     Output output;
@@ -361,13 +386,16 @@ struct PrefillSm90 : Sm90Shape<Options> {
       keys.release(k_at.stage);
       k_at.advance();
     };
-    // Tiles that only other consumers' rows see are given back, and turns and checks keep their order.
+    // Tiles that only other consumers' rows see are given back, and turns and checks keep their order. No product brings the lanes together
+    // here: without a barrier one could still wait, or read, when another gives the tile back.
     const auto pass_over_keys = [&] {
       keys.wait_full(k_at);
+      __syncwarp();
       give_keys_back();
     };
     const auto pass_over_values = [&](int tile) {
       wait_values(tile);
+      __syncwarp();
       end_output();
     };
     const auto pass_turn = [&] {
@@ -512,19 +540,27 @@ struct PrefillSm90 : Sm90Shape<Options> {
 
   // ---- Results ------------------------------------------------------------------------------------------------------
 
-  // Finishes a row: its LSE is stored; what its output is to be multiplied with.
+  // Finishes a row: its LSE is stored; what its output is to be multiplied with. Sinks of split keys are the merge's.
   __device__ static float finish_row(const Params& p, const Work& work, DeferredSoftmax<Shape>& softmax, int r, bool exists) {
     using Rest = Store<Shape, Rows>;
     const int row = Shape::row_in_block(work.warp, r);
     float sum = quad_sum(softmax.sums[r]), scale = 1.0f;
-    if constexpr (Shape::kSinks) scale = Rest::add_sink(p.sinks[work.head_], softmax.maxima[r], sum);
-    if constexpr (Shape::kLse) {
-      if (lane_id() % 4 == 0 && exists) *Rows::lse(p, work, row) = (softmax.maxima[r] + log2_approx(sum)) * kLn2;
+    if constexpr (Shape::kSinks && !Shape::kSplit) scale = Rest::add_sink(p.sinks[Rows::head(p, work, row)], softmax.maxima[r], sum);
+    if constexpr (Shape::kLse || Shape::kSplit) {
+      if (lane_id() % 4 == 0 && exists) *lse_of(p, work, row) = (softmax.maxima[r] + log2_approx(sum)) * kLn2;
     }
     return Rest::normaliser(softmax.maxima[r], sum) * scale;
   }
 
-  // Rows that see no key.
+  __device__ static float* lse_of(const Params& p, const Work& work, int row) {
+    if constexpr (Shape::kSplit) {
+      return p.lse + PartialSm90<Shape, Rows>::place(p, work, row);
+    } else {
+      return Rows::lse(p, work, row);
+    }
+  }
+
+  // Rows that see no key, or none of this part.
   __device__ static void store_empty(const Params& p, const Work& work, DeferredSoftmax<Shape>& softmax) {
     const auto out = Rows::output(p, work);
     const uint32_t zeros[4] = {0, 0, 0, 0};
@@ -533,7 +569,7 @@ struct PrefillSm90 : Sm90Shape<Options> {
       const int row = Shape::row_in_block(work.warp, r);
       const bool exists = Rows::row_exists(work, row);
       finish_row(p, work, softmax, r, exists);
-      if (!exists) continue;
+      if (Shape::kSplit || !exists) continue;  // the merge passes over an LSE of -inf
       for (int chunk = lane_id() % 4; chunk * 8 < Shape::kHeadDimV; chunk += 4) store_16_aligned<16>(out(row) + chunk * 8, zeros);
     }
   }
@@ -551,6 +587,10 @@ struct PrefillSm90 : Sm90Shape<Options> {
     float factor[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) factor[r] = finish_row(p, work, softmax, r, Rows::row_exists(work, Shape::row_in_block(work.warp, r)));
+    if constexpr (Shape::kSplit) {
+      PartialSm90<Shape, Rows>::store(p, work, output, factor);
+      return;
+    }
 #pragma unroll
     for (int part = 0; part < Options::kOutParts; ++part) {
       constexpr int kChunks = Shape::kOutputCount / 4, kOfPart = Options::kOutParts > 1 ? Shape::kOutBoxes * 8 : kChunks;  // of 8 columns
@@ -574,8 +614,9 @@ struct PrefillSm90 : Sm90Shape<Options> {
         if (leads) {
 #pragma unroll
           for (int box = 0; box < Shape::kOutBoxes; ++box) {
+            const int row = work.first_query + group * Shape::kQueries;
             tma_store(p.map_out, staging + box * (kMmaRows * kSwizzleRowBytes), (part * Shape::kOutBoxes + box) * kBoxColumns,
-                      work.first_query + group * kMmaRows, work.head_, work.request);
+                      Shape::kPackedHeads > 1 ? work.head_ : row, Shape::kPackedHeads > 1 ? row : work.head_, work.request);
           }
           tma_store_commit();
           if constexpr (Options::kOutOverQuery) {
@@ -626,7 +667,7 @@ struct PrefillSm90 : Sm90Shape<Options> {
       tma_prefetch_map(p.map_q);
       tma_prefetch_map(p.map_k);
       tma_prefetch_map(p.map_v);
-      if constexpr (!Shape::kRagged) tma_prefetch_map(p.map_out);
+      if constexpr (Shape::kBoxesOut) tma_prefetch_map(p.map_out);
     }
     if constexpr (Shape::kBlocks > 1) {
       cluster_sync();
@@ -645,7 +686,7 @@ struct PrefillSm90 : Sm90Shape<Options> {
     } else {
       take_registers<Shape::kConsumerRegisters>();
       consume(p, shared, group);
-      if (!Shape::kRagged && threadIdx.x % kWarpgroupThreads == 0) tma_store_wait_read<0>();  // the block's memory stays until then
+      if (Shape::kBoxesOut && threadIdx.x % kWarpgroupThreads == 0) tma_store_wait_read<0>();  // the block's memory stays until then
     }
     if constexpr (Shape::kBlocks > 1) {
       __syncwarp();

@@ -5,8 +5,11 @@
 
 namespace kernelgen {
 
-// Maps have (columns, rows, heads, requests); ragged: one request. Strides are in elements. Ragged tensors have no batch stride (0).
-// Pointers of features that are off are null.
+// Maps have (columns, rows, heads, requests); ragged: one request; of packed heads those of queries and results have (columns, heads, rows,
+// requests). Strides are in elements. Ragged tensors have no batch stride (0). Pointers of features that are off are null.
+//
+// Keys that are split (sm90_split.cuh): `out` and `lse` are the partial results. The merge has the same argument, but for its pointers: `q` and
+// `k` are the partial results, `out` and `lse` the call's.
 struct PrefillSm90Params {
   TensorMap map_q, map_k, map_v, map_out;  // map_out: dense
   const void* q;
@@ -32,12 +35,13 @@ struct PrefillSm90Params {
   int32_t batch;
   int32_t group_size;  // query heads per key/value head
   int32_t num_q_heads;
-  int32_t row_tiles;   // of a dense request
+  int32_t row_tiles;   // of a dense request; times the splits of each
   int32_t tiles;       // in all (dense)
   int32_t section;     // heads whose tiles are dealt out together, so that their keys and values stay in L2 (dense)
   int32_t window_left, window_right;
   uint32_t q_keep, q_flip;  // see PrefillMmaParams
   float logit_scale, cap_scale;
+  int32_t splits;  // of each row tile's keys
 };
 
 }  // namespace kernelgen

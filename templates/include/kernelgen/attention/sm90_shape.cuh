@@ -13,6 +13,8 @@
 //   kMulticast     two blocks, a cluster, have neighbouring row tiles of a head (1), or one row tile of neighbouring heads of a group (2): each
 //                  loads half of every tile of keys and values, for both
 //   kPageRows      paged: rows of a box that comes from a page, see paged_sm90.cuh; 0: keys are not paged
+//   kPackedHeads   query heads of a group that are rows of one tile: see sm90_dense.cuh; 1: a tile has one head
+//   kSplit         a row tile's keys are divided over several blocks: see sm90_split.cuh
 //   kUniform       addresses of tiles are made uniform once a product
 //   kLongestFirst  ragged: see sm90_tiles.cuh
 //   kQueryStages   2: the next row tile's queries come while this one's are in use, and its first scores are made beside this one's last product
@@ -47,6 +49,12 @@ struct Sm90Shape : AttentionShape<Options> {
   using KeyBox = SmemTile<T, kBlockK, kBoxColumns, true>;
   using Values = SmemTile<T, kValueBoxes * kBoxColumns, kBlockK, false>;
 
+  static constexpr int kQueries = kMmaRows / Options::kPackedHeads;  // of a consumer
+  static constexpr int kQueryRows = kQueries * Options::kPackedHeads;  // of its 64 that are used
+  static_assert(Options::kPackedHeads == 1 || Options::kMulticast == 0, "a tile has all heads of its group");
+  static constexpr bool kBoxesOut = !Options::kRagged && !Options::kSplit;  // results leave by the copy engine
+  static_assert(!(Options::kSplit && Options::kOutOverQuery), "partial results leave from registers");
+
   static constexpr int kOutBoxes = kValueBoxes / Options::kOutParts;           // of a part
   static constexpr int kOutBytes = kOutBoxes * kMmaRows * kSwizzleRowBytes;  // of a consumer
   static_assert(kValueBoxes % Options::kOutParts == 0 && !(Options::kOutOverQuery && Options::kOutParts > 1), "whole boxes");
@@ -54,7 +62,7 @@ struct Sm90Shape : AttentionShape<Options> {
   static constexpr int kKeyBytes = kKeyBoxes * KeyBox::kBytes;
   static constexpr int kValueBytes = Values::kBytes;
   static constexpr int kOutAt = Options::kQueryStages * kConsumers * kQueryBytes;
-  static constexpr int kKeysAt = kOutAt + (Options::kOutOverQuery ? 0 : kConsumers * kOutBytes);
+  static constexpr int kKeysAt = kOutAt + (Options::kOutOverQuery || Options::kSplit ? 0 : kConsumers * kOutBytes);
   static constexpr int kValuesAt = kKeysAt + kStages * kKeyBytes;
   static constexpr int kBarriersAt = kValuesAt + kValueStages * kValueBytes;
 
@@ -64,6 +72,7 @@ struct Sm90Shape : AttentionShape<Options> {
   static constexpr int kCheckers = kChecks ? 3 : 0;  // warps
   static constexpr int kBlocks = Options::kMulticast == 0 ? 1 : 2;
   static constexpr int kPairRows = Options::kMulticast == 1 ? 2 : 1, kPairHeads = Options::kMulticast == 2 ? 2 : 1;  // of a cluster
+  static constexpr int kTileHeads = kPairHeads * Options::kPackedHeads;  // that are dealt out together
   static_assert(kPairRows == 1 || !(Base::kWindowed || Options::kRagged), "both blocks have the same keys");
   // Keys and values that lanes of the copying warp bring row by row, in place of the copy engine.
   static constexpr bool kGathers = Options::kPageRows % 8 != 0;

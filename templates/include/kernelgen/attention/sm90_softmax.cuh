@@ -3,7 +3,7 @@
 //
 // Weights are 2^(score - reference). The maximum of a tile is looked for only until every row of the warp has a reference. From then on the
 // exponentials begin at once, and their sums tell whether the reference is too low: a sum above kMost moves it by a power of two, which
-// weights that are already there follow without a loss; one of inf has the scores made again. The search was 17 % of a tile's time
+// weights that are already there follow without a loss; one of kFar, or inf, has the scores made again. The search was 17 % of a tile's time
 // (H200, D = 128), between its two products, where nothing of the warp's could run under it.
 //
 // With D = 64 the exponential of a score (16 a cycle) takes as long as the two products of its key. So every
@@ -19,6 +19,7 @@ namespace kernelgen {
 template <class Shape>
 struct DeferredSoftmax {
   static constexpr float kMost = 1024.0f;  // of a lane's weights of a tile and row: far below where fp16 ends
+  static constexpr float kFar = 0x1p127f;  // from here on the power that weights would have to be multiplied with is flushed to 0
   float maxima[2] = {-infinity(), -infinity()}, sums[2] = {0.0f, 0.0f};  // references, as base-2 exponents
   float factors[2];
   bool moved = false;    // of the warp: the output has to take `factors`
@@ -45,7 +46,7 @@ struct DeferredSoftmax {
     for (int r = 0; r < 2; ++r) sums[r] += part[r];
   }
 
-  // False, with nothing but the scores changed: some weight is inf.
+  // False, with nothing but the scores changed: some weight is out of reach.
   template <int kCount>
   __device__ bool step_by_reference(float (&scores)[kCount], float scale) {
     float part[2];
@@ -54,7 +55,7 @@ struct DeferredSoftmax {
     if (moved) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) part[r] = quad_max(part[r]);  // NaN is dropped, and is in the weights still
-      if (__any_sync(kFullWarp, part[0] == infinity() || part[1] == infinity() || !defined)) return false;
+      if (__any_sync(kFullWarp, part[0] >= kFar || part[1] >= kFar || !defined)) return false;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         move_to(r, part[r] > kMost ? maxima[r] + PlainWeights<Shape>::exponent_of(part[r]) : maxima[r]);

@@ -5,7 +5,8 @@
 //
 // Order. A tile under a right bound sees more keys the later it lies: the longest go first, so that the last ones to end are short.
 // Dense: `section` heads are taken at a time (their keys and values fit into L2), tile by tile, heads fastest. Ragged: requests in
-// turn, tile by tile, heads fastest; kLongestFirst: 32 requests at a time, the one with the most keys first.
+// turn, tile by tile, heads fastest; kLongestFirst: 32 requests at a time, the one with the most keys first. kSplit: the parts of a row
+// tile are tiles here.
 //
 // p.counter are two words, which every launch finds and leaves at zero: the second counts blocks that found no more tiles, and the
 // last one clears both. A launch that depends on this one touches them only when it has ended.
@@ -17,8 +18,8 @@
 
 namespace kernelgen {
 
-// Slots of eight words: first query (-1: no more tiles), head, request, (paged) rows of it that q has, lengths and first rows of its queries
-// and keys.
+// Slots of eight words: first query (-1: no more tiles), head, request, rows of it that q has (paged) or which part of the keys (kSplit),
+// lengths and first rows of its queries and keys.
 template <int Readers>
 struct RowTileSlots : Pipeline<2, Readers> {
   using Base = Pipeline<2, Readers>;
@@ -65,6 +66,7 @@ struct RowTileReader {
     work.k_start = static_cast<int>(second[3]);
     work.value_column = 0;
     if constexpr (Rows::kPaged) work.rows = static_cast<int>(first[3]);
+    if constexpr (Shape::kSplit) work.split = static_cast<int>(first[3]);
     if (work.first_query < 0) return false;
     if constexpr (Shape::kPairRows > 1) work.first_query += rank * Shape::kBlockQ;
     if constexpr (Shape::kPairHeads > 1) work.head_ += rank;
@@ -77,7 +79,7 @@ struct RowTileDealer {
   using Slots = RowTileSlots<Shape::kReaders>;
   using Params = typename Rows::Params;
   using Work = typename Rows::Work;
-  static constexpr int kBlockQ = Shape::kBlockQ * Shape::kPairRows;
+  static constexpr int kBlockQ = Shape::kConsumers * Shape::kQueries * Shape::kPairRows;
   Slots slots;
   int index;              // of this tile among all; the first is the block's own, or the cluster's
   int asked = 0;          // of the lane that asks
@@ -97,7 +99,7 @@ struct RowTileDealer {
     slots.wait_empty(at);
     __syncwarp();
     if (lane_id() < Shape::kBlocks) {
-      const uint32_t first[4] = {static_cast<uint32_t>(work.first_query), static_cast<uint32_t>(work.head_), static_cast<uint32_t>(work.request), rows_of(work)};
+      const uint32_t first[4] = {static_cast<uint32_t>(work.first_query), static_cast<uint32_t>(work.head_), static_cast<uint32_t>(work.request), fourth(work)};
       const uint32_t second[4] = {static_cast<uint32_t>(work.seq_q), static_cast<uint32_t>(work.seq_k), static_cast<uint32_t>(work.q_start),
                                   static_cast<uint32_t>(work.k_start)};
       if constexpr (Shape::kBlocks == 1) {
@@ -128,9 +130,19 @@ struct RowTileDealer {
     p.counter[1] = 0;
   }
 
-  __device__ static uint32_t rows_of(const Work& work) {
+  __device__ static uint32_t fourth(const Work& work) {
     if constexpr (Rows::kPaged) return static_cast<uint32_t>(work.rows);
+    if constexpr (Shape::kSplit) return static_cast<uint32_t>(work.split);
     return 0;
+  }
+
+  // Tile `tile` of a request, of the order in memory.
+  __device__ static void place(const Params& p, Work& work, int tile) {
+    if constexpr (Shape::kSplit) {
+      work.split = tile % p.splits;
+      tile /= p.splits;
+    }
+    work.first_query = tile * kBlockQ;
   }
 
   __device__ static void cut_keys(const Params& p, Work& work) {
@@ -139,13 +151,13 @@ struct RowTileDealer {
 
   __device__ bool find_dense(const Params& p, Work& work) {
     if (index >= p.tiles) return false;
-    const int all_heads = p.num_q_heads / Shape::kPairHeads, section_heads = p.section / Shape::kPairHeads;
+    const int all_heads = p.num_q_heads / Shape::kTileHeads, section_heads = p.section / Shape::kTileHeads;
     const int of_section = section_heads * p.row_tiles, section = index / of_section, within = index - section * of_section;
     const int heads = min(section_heads, p.batch * all_heads - section * section_heads);
     const int tile = within / heads, head = section * section_heads + within - tile * heads;
     work.request = head / all_heads;
-    work.head_ = (head - work.request * all_heads) * Shape::kPairHeads;
-    work.first_query = (Shape::kBoundedRight ? p.row_tiles - 1 - tile : tile) * kBlockQ;
+    work.head_ = (head - work.request * all_heads) * Shape::kTileHeads;
+    place(p, work, Shape::kBoundedRight ? p.row_tiles - 1 - tile : tile);
     work.seq_q = p.seq_q;
     work.seq_k = p.seq_k;
     work.q_start = work.k_start = 0;
@@ -154,7 +166,9 @@ struct RowTileDealer {
   }
 
   __device__ static int tiles_of(const Params& p, int request) {
-    return request < p.batch ? ceil_div(Rows::num_queries(p, request), kBlockQ) : 0;
+    int tiles = request < p.batch ? ceil_div(Rows::num_queries(p, request), kBlockQ) : 0;
+    if constexpr (Shape::kSplit) tiles *= p.splits;
+    return tiles;
   }
 
   // 32 requests from `scanned` on, by falling numbers of keys: a bitonic sort over the lanes of (64s of keys, lane).
@@ -177,9 +191,9 @@ struct RowTileDealer {
 
   // The request is found by a prefix sum of its tiles, 32 requests at a time. Indices of a block rise, so what lies behind stays behind.
   __device__ bool find_ragged(const Params& p, Work& work) {
-    const int all_heads = p.num_q_heads / Shape::kPairHeads;
+    const int all_heads = p.num_q_heads / Shape::kTileHeads;
     int tile = index / all_heads;
-    work.head_ = (index - tile * all_heads) * Shape::kPairHeads;
+    work.head_ = (index - tile * all_heads) * Shape::kTileHeads;
     for (; scanned < p.batch; scanned += kWarpSize, lane_request = -1) {
       int b = scanned + lane_id(), own;
       if constexpr (Shape::kLongestFirst) {
@@ -196,7 +210,7 @@ struct RowTileDealer {
         const int tiles = __shfl_sync(kFullWarp, own, lane);
         tile -= __shfl_sync(kFullWarp, through, lane) - tiles;
         work.request = Shape::kLongestFirst ? __shfl_sync(kFullWarp, b, lane) : scanned + lane;
-        work.first_query = (Shape::kBoundedRight ? tiles - 1 - tile : tile) * kBlockQ;
+        place(p, work, Shape::kBoundedRight ? tiles - 1 - tile : tile);
         Rows::find_request(p, work);
         cut_keys(p, work);
         return true;
