@@ -1,4 +1,4 @@
-"""Host side of quantize/quantize_fp8_triton: fp8 codes with a scale for 1 x 128, in Triton. An experiment: no dispatch."""
+"""Host side of quantize/quantize_fp8_triton: quantize_fp8_cuda's sibling in Triton for scales of 1 x 128, with the same bits."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from kernelgen.problems.quantize import QuantizeProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
 from kernelgen.tensors import QuantizeTensors
-from kernelgen.verdicts import Verdict, first_no, yes
+from kernelgen.verdicts import Verdict, first_no
 
 PARAMS = ParamStruct((
     *((name, "ptr") for name in ("x", "codes", "scale", "row_ends")),
     *((name, "i64") for name in ("x_batch", "x_row", "codes_batch", "codes_row", "scale_batch", "scale_row", "scale_block")),
     ("rows", "i32"), ("width", "i32"),
 ))
+_MOST_ENTRIES, _MANY, _NARROW = 65535, 8192, 1024
 _CODES = {"e4m3": ("fp8e4nv", 448.0), "e5m2": ("fp8e5", 57344.0)}
 
 
@@ -38,20 +39,25 @@ class Config:
 
 def supports(p: QuantizeProblem, target: Target) -> Verdict:
     return first_no(
-        (target.kind == "cuda" and target.capability >= 90, f"needs sm_90 or later, got {target}"),
-        (p.recipe == "block_1x128" and p.activation is None, f"recipe {p.recipe} activation {p.activation}"),
-        (p.dtype in ("fp32", "bf16", "fp16") and p.code_dtype in _CODES, f"{p.dtype} to {p.code_dtype}"),
-        (p.batch <= 65535 and p.rows < 1 << 31 and p.width < 1 << 30, "extents"),
+        (target.kind == "cuda" and target.capability >= 90, f"quantize_fp8_triton needs sm_90 or later, got {target}"),
+        (p.recipe == "block_1x128" and p.activation is None,
+         f"recipe {p.recipe} with activation={p.activation}: quantize_fp8_triton has block_1x128 without one"),
+        (p.dtype in ("fp32", "bf16", "fp16"), f"dtype {p.dtype} is not one of fp32, bf16, fp16"),
+        (p.code_dtype in _CODES, f"code dtype {p.code_dtype} is not in quantize_fp8_triton"),
+        (p.batch <= _MOST_ENTRIES and p.rows < 1 << 31 and p.width < 1 << 24, f"{p.batch} x {p.rows} x {p.width} exceed the grid"),
     )
 
 
-# 8 elements a thread, as neighbours; more of them are more loads in flight.
-_SHAPES = ((1, 8, 4), (1, 16, 8), (1, 4, 2), (1, 16, 4), (1, 64, 16), (2, 8, 8))
-
-
 def candidates(p: QuantizeProblem, target: Target) -> Iterator[Config]:
-    yield from (Config(*shape) for shape in _SHAPES)
-    yield Config(1, 16, 8, dependent=False)
+    """Best guess first, by widths of 768, 2,048 and 7,168 (H200, 2026-12-01): 16 elements a thread where rows have as many groups."""
+    half, pairs = Config(1, 8, 4), Config(2, 8, 8)
+    narrow = (pairs, half) if p.rows * p.batch >= _MANY else (half, pairs)
+    yield from (*narrow, Config(1, 16, 4)) if p.width <= _NARROW else (Config(1, 16, 4), *narrow)
+
+
+def legal(p: QuantizeProblem, target: Target, config: Config) -> Verdict:
+    units = config.rows * config.groups
+    return first_no((units & (units - 1) == 0 and config.warps in (1, 2, 4, 8, 16), f"config {config}: no powers of two"))
 
 
 def spec(p: QuantizeProblem, target: Target, c: Config) -> KernelSpec:
@@ -93,4 +99,4 @@ def coverage() -> Iterable[tuple[QuantizeProblem, Config | None]]:
 
 FAMILY = KernelFamily(
     name="quantize/quantize_fp8_triton", op="quantize_fp8", target_kind="cuda", toolchain="triton", supports=supports,
-    candidates=candidates, legal=lambda p, target, c: yes(), spec=spec, bind=bind, coverage=coverage)
+    candidates=candidates, legal=legal, spec=spec, bind=bind, coverage=coverage, capabilities=(90,))
