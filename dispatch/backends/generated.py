@@ -34,6 +34,8 @@ def _toolchain_problem(name: str, cxx: str | None) -> str:
 def _obtainable(family: KernelFamily, problem: Any, target: Target, config: Any) -> Verdict:
     """Can this machine compile the kernel, or has it a prebuilt artifact? With JIT off the call itself reports a miss."""
     if not settings().jit:
+        if family.toolchain == "triton" and not is_built(family.spec(problem, target, config)):
+            return no("it is not prebuilt; its sibling in CUDA may be")
         return yes()
     missing = _toolchain_problem(family.toolchain, settings().cxx)
     if not missing:
@@ -56,7 +58,9 @@ def _first_config(family: KernelFamily, problem: Any, target: Target, live: bool
     config = next(iter(family.candidates(problem, target)), None)
     if config is None:
         return None, no(f"no legal config for {problem} on {target}")
-    return config, _obtainable(family, problem, target, config) if live else yes()
+    if live or family.toolchain == "triton":  # a machine that prebuilds for another may have no Triton
+        return config, _obtainable(family, problem, target, config)
+    return config, yes()
 
 
 def _compose(made_of: Composition, problem: Any, target: Target, live: bool) -> tuple[Steps | None, Verdict]:

@@ -129,8 +129,8 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "moe": ("moe.small_cuda",),
     "moe_sort": ("moe.sort_cpu", "moe.sort_cuda"),
     "moe_permute": ("moe.permute_cpu", "moe.permute_cuda"),
-    "moe_unpermute": ("moe.unpermute_cpu", "moe.unpermute_cuda"),
-    "quantize_fp8": ("quantize.quantize_fp8_cpu", "quantize.quantize_fp8_cuda"),
+    "moe_unpermute": ("moe.unpermute_cpu", "moe.unpermute_cuda", "moe.unpermute_triton"),
+    "quantize_fp8": ("quantize.quantize_fp8_cpu", "quantize.quantize_fp8_cuda", "quantize.quantize_fp8_triton"),
     "silu_and_mul": ("activation.silu_and_mul_cpu", "activation.silu_and_mul_cuda"),
 }
 

@@ -11,7 +11,6 @@ import torch
 from kernelgen import reference as ref
 from kernelgen import settings
 from kernelgen.dispatch import select
-from kernelgen.dispatch.select import choose
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily, families, family_of
 from kernelgen.kernels.moe.layer import COMPOSITION
@@ -86,6 +85,12 @@ def run_scattered(case: Grouped, tokens: int, distinct: bool, family: KernelFami
         assert_bits_equal(outs[0][0, others], before[0, others], what=f"{what}, rows that nobody names")
 
 
+def _by_cuda(problem: Any, target: Target, load: Load, given: Any) -> Callable[[Any], None]:
+    """A step by the first kernel in CUDA that runs it, with its first config."""
+    family = next(f for f in families(problem.op, "cuda") if f.toolchain == "nvrtc" and f.supports(problem, target))
+    return _bound(problem, family, target, load, next(iter(family.candidates(problem, target))), given)
+
+
 def run_forced_layer(c: dict[str, Any], kernels: tuple[str, ...], target: Target, load: Load, load_others: Load) -> None:
     """A layer as dispatch makes it where kernels are put first, which its products have to have; called twice."""
     select.forget()
@@ -99,10 +104,11 @@ def run_forced_layer(c: dict[str, Any], kernels: tuple[str, ...], target: Target
     def prepare(name: str, given: Any) -> Callable[[Any], Any]:
         step = steps[name]
         assert step.chosen is not None
+        if step.problem.op != "grouped_gemm":
+            return _by_cuda(step.problem, target, load_others, given)
         family = family_of(step.problem.op, "cuda", step.chosen.kernel)
         assert family is not None
-        made = family.spec(step.problem, target, step.chosen.config)
-        return family.bind(step.problem, step.chosen.config, (load if step.problem.op == "grouped_gemm" else load_others)(made), given)
+        return family.bind(step.problem, step.chosen.config, load(family.spec(step.problem, target, step.chosen.config)), given)
 
     options: dict[str, Any] = dict.fromkeys(("alpha", "limit", "bias13", "bias2", "scale13", "scale2", "shared", "expert_map", "out"))
     _, tensors = describe_moe(**(options | dict(gate_up="gate_first", weights_on_input=False, deterministic=True) | c))
@@ -124,10 +130,7 @@ def run_layer(c: dict[str, Any], family: KernelFamily, config: Any, target: Targ
         p = steps[step]
         if p.op == family.op:
             return _bound(p, family, target, load, config, given)
-        chosen = choose(p, target, "generated", live=False).chosen
-        assert chosen is not None, step
-        other = next(f for f in families(p.op, "cuda") if f.name == chosen.kernel)
-        return other.bind(p, chosen.config, load_others(other.spec(p, target, chosen.config)), given)
+        return _by_cuda(p, target, load_others, given)
 
     run = COMPOSITION.bind(problem, tuple(steps), prepare, tensors)
     for _ in range(2):
