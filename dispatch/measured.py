@@ -7,7 +7,7 @@ and what makes it count: docs/design/dispatch.md; the file: :mod:`kernelgen.disp
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from functools import cache
 from importlib import import_module
@@ -57,7 +57,7 @@ def bucket(problem: Any) -> str | None:
     """The bucket's name: the fields that are not at their default, in order. None for problems that hold code (a variant, an epilogue)."""
     if getattr(problem, "variant", None) is not None or getattr(problem, "epilogue", None) is not None:
         return None
-    words = []
+    words = [form for form in ("gathered", "scattered") if getattr(problem, form, False)]  # they differ by nothing else
     for name, default, rounds in _fields(type(problem)):  # type: ignore[arg-type]  # mypy has no hash for type[Any]
         value = getattr(problem, name)
         if default is not MISSING and value == default:
@@ -91,6 +91,12 @@ def times(problem: Any, target: Target, live: bool) -> tuple[dict[tuple[str, str
             return {}, stale
         return {(m.backend, m.kernel): m for m in found if m.us is not None}, table.source
     return {}, ""
+
+
+def lack_ours(known: Mapping[tuple[str, str], Measurement], basis: str, problem: Any, target: Target) -> bool:
+    """Do times that ship say nothing of a kernel of ours that can run the problem? Then it competes where somebody tunes."""
+    return basis.startswith(SHIPPED) and any(("generated", family.name) not in known and family.supports(problem, target)
+                                             for family in families(problem.op, target.kind))
 
 
 def _outgrown(table: Timings, found: Sequence[Measurement], problem: Any, target: Target) -> str:

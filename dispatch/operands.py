@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from kernelgen.dtypes import DTYPES
+from kernelgen.moe_tensors import MoeTensors
+from kernelgen.reference.moe import local_ids
 from kernelgen.tensors import AttentionTensors, GemmTensors, GroupedGemmTensors, RmsNormTensors, SiluAndMulTensors
 from kernelgen.verdicts import Verdict, first_no, yes
 
@@ -33,6 +35,8 @@ def can_make(problem: Any) -> Verdict:
                         (p.mask is None, "masks are not measured: time depends on what they hide"))
     if getattr(p, "epilogue", None) is not None:
         return Verdict(False, "a user's epilogue is code: it is not measured")
+    if getattr(p, "scattered", False):
+        return Verdict(False, "rows are added to what is there: another call gives other numbers")
     if getattr(p, "out_scale", None) is not None or getattr(p, "residual", False):
         return Verdict(False, "a call that writes more than its output (codes with scales, a residual in place) is not measured")
     return yes()
@@ -40,8 +44,21 @@ def can_make(problem: Any) -> Verdict:
 
 def index_fields(tensors: Any) -> dict[str, list[int]]:
     """The integer tensors of a call that decide how long it takes."""
+    if isinstance(tensors, MoeTensors):
+        return {"ends": _ends(local_ids(tensors.ids, tensors.w13.shape[0], tensors.expert_map), tensors.w13.shape[0])}
     named = {name: getattr(tensors, name, None) for name in ("cu_seqlens_q", "cu_seqlens_k", "kv_lens", "ends")}
     return {name: t.tolist() for name, t in named.items() if t is not None}
+
+
+def drawn_ends(problem: Any) -> dict[str, list[int]]:
+    """Those of a layer of experts of which nothing but its problem is known: of random routing."""
+    return {"ends": _ends(torch.randint(problem.experts, (problem.slots,), generator=torch.Generator().manual_seed(0)), problem.experts)}
+
+
+def _ends(experts: torch.Tensor, count: int) -> list[int]:
+    """Where the rows of each expert end; -1 is none."""
+    found: list[int] = torch.bincount(experts[experts >= 0], minlength=count).cumsum(0).tolist()
+    return found
 
 
 def make(problem: Any, device: str, generator: torch.Generator, indices: Indices | None = None) -> Any:
@@ -75,6 +92,9 @@ class _Random:
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
         return torch.empty(shape, dtype=DTYPES[dtype].torch, device=self.device)
+
+    def numbers(self, count: int, below: int) -> torch.Tensor:
+        return torch.randint(below, (count,), dtype=torch.int32, device=self.device, generator=self._generator)
 
     def ints(self, values: Any) -> torch.Tensor:
         return torch.as_tensor(values, dtype=torch.int32, device="cpu").to(self.device)
@@ -161,10 +181,12 @@ def _grouped(p: Any, r: _Random, given: dict[str, list[int]]) -> GroupedGemmTens
     batch_a = p.batch if p.grouping == "masked" else 1
     batch_b = 1 if p.grouping == "k" else p.batch
     batch_out = 1 if p.grouping == "rows" else p.batch
+    rows_a = p.tokens if p.gathered else p.m
     return GroupedGemmTensors(
-        a=r.ordered(batch_a, p.m, p.k, p.a_dtype, p.a_order), ends=r.ints(ends),
+        a=r.ordered(batch_a, rows_a, p.k, p.a_dtype, p.a_order), ends=r.ints(ends),
+        rows=r.numbers(p.m, rows_a) if p.gathered else None,
         bias=r.normal((p.batch, p.n), p.bias_dtype) if p.bias else None, alpha=1.702, limit=7.0,
-        **(_weight(p, r, batch_b) | _scales(p, r, batch_a, p.m, batch_b) | _outputs(p, r, batch_out, p.m)),
+        **(_weight(p, r, batch_b) | _scales(p, r, batch_a, rows_a, batch_b) | _outputs(p, r, batch_out, p.m)),
     )
 
 

@@ -69,6 +69,16 @@ _CUBLAS: tuple[tuple[str, Callable[[Any], bool]], ...] = (
 )
 
 
+# Rows of MoE layers in Triton: (op, kernel, when it was timed, note).
+_HELPERS = f"{_H200.replace('2026-11-30', '2026-12-01')}tried/h200_moe_helpers_triton.json"
+_TRITON_ROWS: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
+    ("moe_unpermute", "moe/unpermute_triton", lambda p: p.dtype in ("bf16", "fp16"),
+     f"0.65 - 0.92 x the time of unpermute_cuda in 11 layers of bf16 ({_HELPERS})"),
+    ("quantize_fp8", "quantize/quantize_fp8_triton", lambda p: p.dtype in ("bf16", "fp16") and p.alignment == 16,
+     f"0.69 - 0.84 x the time of quantize_fp8_cuda in 8 problems of bf16 ({_HELPERS})"),
+)
+
+
 def _cublas(backend: str, score: float) -> Iterator[Rule]:
     for note, when in _CUBLAS:
         yield Rule("gemm", backend, score, note, target_kind="cuda", capability=(90,), when=partial(_plain_and, when),
@@ -147,6 +157,9 @@ RULES: tuple[Rule, ...] = (
          capability=(90,), kernel="moe/small_cuda", when=few_tokens),
     Rule("moe", "generated", 55, "for up to 8 tokens: 64 took 1.03 x the composition's time, other GPUs were not timed "
          "(H200, 2026-11-30)", target_kind="cuda", kernel="moe/small_cuda"),
+    *(Rule(op, "generated", score, why, target_kind="cuda", capability=capability, kernel=kernel, when=when)
+      for op, kernel, fast, note in _TRITON_ROWS
+      for score, capability, when, why in ((64, (90,), fast, note), (22, (), lambda p: True, "such a problem or GPU was not timed"))),
     Rule("", "generated", 60, "specialised for this problem", general=True),
     Rule("", "torch", 40, "works everywhere torch does", general=True),
     Rule("attention", "cudnn", 75, "D 128, many heads of 512 - 1,024 tokens, no mask: 0.94 - 0.98 x the time of prefill_sm90 "

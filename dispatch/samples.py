@@ -5,10 +5,12 @@ What is left out of the check is timed all the same; a kernel that is wrong in t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+
+from kernelgen.problems.gemm import GroupedGemmProblem
 
 # Scores of attention that the oracle may hold in float64 with a few copies, and FLOPs that it may take.
 _MOST_SCORES = {"cuda": 3e8, "cpu": 4e6}
@@ -34,6 +36,8 @@ def sample_of(problem: Any, tensors: Any, device: str) -> Sample:
         return _last_request(p, tensors)
     if p.op == "gemm" and 2.0 * p.batch * p.m * p.n * p.k > _MOST_FLOPS[device]:
         return _product(p, tensors)
+    if p.op == "grouped_gemm" and (p.gathered or p.grouping == "rows" and 2.0 * p.m * p.n * p.k > _MOST_FLOPS[device]):
+        return _groups(p, tensors)
     return Sample(p, tensors, dict.fromkeys(("out", "lse"), ()))
 
 
@@ -83,3 +87,26 @@ def _product(p: Any, t: Any) -> Sample:
     part = t._replace(a=t.a[entries, rows], out=t.out[entries, rows], c=_cut(t.c, entries, rows), scale_a=_cut(t.scale_a, entries, rows),
                       b=t.b[entries] if p.batched_b else t.b, scale_b=_cut(t.scale_b, entries), zero_b=_cut(t.zero_b, entries))
     return Sample(replace(p, batch=part.a.shape[0], m=len(rows)), part, picks)
+
+
+def _groups(p: Any, t: Any) -> Sample:
+    """Rows at both ends of the first two groups that have any, and of the last: gathered ones as they lie there."""
+    begins: list[int] = []
+    ends: list[int] = []
+    used: list[int] = []
+    for group, end in enumerate(t.ends.tolist()):
+        begins.append(ends[-1] if ends else 0)
+        ends.append(min(max(end, begins[-1]), p.m))
+        used += [group] if ends[-1] > begins[-1] else []
+    groups, half = list(dict.fromkeys([*used[:2], *used[-1:]])) or [0], _ROWS // 8
+    of_each = [sorted({*range(begins[g], min(ends[g], begins[g] + half)), *range(max(begins[g], ends[g] - half), ends[g])}) for g in groups]
+    counts = torch.tensor([len(found) for found in of_each], dtype=torch.int32, device=t.a.device)
+    rows = torch.tensor([row for found in of_each for row in found], dtype=torch.int64, device=t.a.device)
+    from_a = t.rows[rows].long() if p.gathered else rows
+    picks = {"out": (slice(0, 1), rows)}
+    part = t._replace(
+        a=t.a[:, from_a], out=t.out[picks["out"]], c=_cut(t.c, *picks["out"]), scale_a=_cut(t.scale_a, slice(0, 1), from_a), b=t.b[groups],
+        scale_b=_cut(t.scale_b, groups), zero_b=_cut(t.zero_b, groups), bias=_cut(t.bias, groups), rows=None,
+        ends=counts.cumsum(0, dtype=torch.int32))
+    plain = GroupedGemmProblem(**{f.name: getattr(p, f.name) for f in fields(GroupedGemmProblem)})
+    return Sample(replace(plain, batch=len(groups), m=len(rows)), part, picks)

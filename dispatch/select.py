@@ -13,8 +13,9 @@ from kernelgen.dispatch import aside, cost, measured, rules
 from kernelgen.dispatch.backends import PLANNED, backends
 from kernelgen.dispatch.backends.base import Backend, Properties
 from kernelgen.dispatch.decision import Candidate, Decision
-from kernelgen.errors import NoBackendError, UnknownBackendError
+from kernelgen.errors import NoBackendError, SettingsError, UnknownBackendError
 from kernelgen.guard import check_addresses
+from kernelgen.kernels.base import OURS, composition, kernel_names
 from kernelgen.settings import settings
 from kernelgen.targets import Target
 from kernelgen.verdicts import no
@@ -58,13 +59,13 @@ def choose(problem: Any, target: Target, backend: str = "auto", *, live: bool = 
 
 
 def reconsider(problem: Any) -> None:
-    """Drop what is remembered of a problem, after it was measured or a backend was set aside for it."""
-    _drop(lambda other: other == problem)
+    """Drop what is remembered of a problem, and of what is made of several, after a candidate was set aside for it."""
+    _drop(lambda other: other == problem or composition(other.op) is not None)
 
 
 def reconsider_all(op: str) -> None:
-    """Drop what is remembered of an op: a bucket holds problems of many sizes."""
-    _drop(lambda other: other.op == op)
+    """Drop what is remembered of an op, and of those that are made of others: a bucket holds problems of many sizes."""
+    _drop(lambda other: other.op == op or composition(other.op) is not None)
 
 
 def _drop(concerned: Callable[[Any], bool]) -> None:
@@ -195,7 +196,12 @@ def _choose(problem: Any, target: Target, backend: str, live: bool, named_by: st
 
 
 def _best(rows: Rows, names: tuple[str, ...]) -> tuple[Candidate | None, str]:
-    """(the candidate to take of the named backends, what decided): a measurement before a rule, a rule before the model."""
+    """(the candidate to take of the named backends, what decided): a kernel that the user puts first, then a measurement before a rule, a
+    rule before the model."""
+    for kernel in _put_first(settings().kernels):
+        for c in [c for name in OURS if name in names for c in rows.of(name)]:
+            if c.kernel == kernel and rows.eligible(c) and rows.eligible(settled := rows.settle(c)):
+                return settled, "setting"
     for m in sorted(rows.times.values(), key=lambda m: m.us or 0.0):
         for c in tuple(rows.of(m.backend)) if m.backend in names and rows.may(m.backend) else ():
             if c.kernel == m.kernel and rows.eligible(settled := rows.settle(c)) and settled.measured is not None:
@@ -208,6 +214,18 @@ def _best(rows: Rows, names: tuple[str, ...]) -> tuple[Candidate | None, str]:
         settled = rows.settle(chosen)
         if settled.verdict.ok:  # it may say no, now that it has a config: then the next one
             return settled, by
+
+
+@cache
+def _put_first(kernels: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of KERNELGEN_KERNELS. Raises SettingsError for one that is none."""
+    known = kernel_names() if kernels else ()
+    for name in kernels:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise SettingsError(f"KERNELGEN_KERNELS: got {name!r}, which is no kernel of ours; "
+                                f"{f'did you mean {near[0]!r}?' if near else 'expected names as explain shows them'}")
+    return kernels
 
 
 def _first(rows: Rows, names: tuple[str, ...]) -> Candidate | None:

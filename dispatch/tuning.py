@@ -22,6 +22,7 @@ from kernelgen.dispatch.timings import Machine, Measurement
 from kernelgen.dispatch.trials import Outcome, Trial, best_of, trials_of
 from kernelgen.errors import SettingsError
 from kernelgen.forks import Lock
+from kernelgen.kernels.base import Steps, composition
 from kernelgen.settings import settings
 from kernelgen.targets import Target
 
@@ -93,7 +94,8 @@ def tune(*, configs: int = 8, samples: int = 5, timeout: float = 120.0, again: b
     waits until its candidates, our kernels' configs and the wrapped libraries, were checked against the reference and timed, with the
     protocol of ``kernelgen bench``, in a child process on the same device. Later calls, in this process and others, take the fastest;
     ``kernelgen.explain`` shows the times. Calls with a gradient, a mask or a variant, of a named backend, and of ops whose tensors are not
-    made from a problem (plans, caches, MoE layers) are left as they are; ``report.left`` says so. The block counts for all threads of the
+    made from a problem (plans, caches) are left as they are; ``report.left`` says so. Of a MoE layer, where it runs as several kernels, its
+    products are measured, with groups as its routing makes them. The block counts for all threads of the
     process, and for none that is forked from it.
 
     configs   configs of each generated kernel that are tried
@@ -145,7 +147,7 @@ class Tuner:
 
     def named(self, problem: Any) -> None:
         """A call that names its backend, or is a plan's, which chose before."""
-        self.leave(problem, operands.can_make(problem).reason
+        self.leave(problem, (operands.can_make(problem).reason if composition(problem.op) is None else "")
                    or "its backend is named, by the call or KERNELGEN_BACKEND: nothing is left to choose")
 
     def leave(self, problem: Any, reason: str) -> None:
@@ -153,7 +155,22 @@ class Tuner:
         self.report.left.setdefault(str(problem), reason)
 
     def measure(self, problem: Any, target: Target, tensors: Any = None) -> Tuned | None:
-        """Measure a problem, with the lengths and ends in a call's tensors, and store its times. None where it cannot or need not be."""
+        """Measure a problem, or the products that a layer of experts is made of, with the lengths and ends in a call's tensors, and store
+        the times. None where it cannot or need not be, and of a layer.
+        """
+        if composition(problem.op) is None:
+            return self._measure(problem, target, operands.index_fields(tensors))
+        chosen = select.choose(problem, target).chosen
+        if chosen is None or not isinstance(chosen.config, Steps):
+            self.leave(problem, f"it is not made of products that can be measured: {chosen.label if chosen else 'nothing'} takes it")
+            return None
+        ends = operands.drawn_ends(problem) if tensors is None else operands.index_fields(tensors)
+        for _, step in chosen.config.decisions:
+            if step.problem.op in ("gemm", "grouped_gemm"):  # of the rest there is one kernel each
+                self._measure(step.problem, target, ends if step.problem.op == "grouped_gemm" else {})
+        return None
+
+    def _measure(self, problem: Any, target: Target, indices: dict[str, list[int]]) -> Tuned | None:
         possible = operands.can_make(problem)
         name = measured.bucket(problem)
         if not possible or name is None:
@@ -162,7 +179,8 @@ class Tuner:
         if (problem.op, name, target) in self._done:
             return None
         self._done.add((problem.op, name, target))
-        if not self.options.again and measured.times(problem, target, True)[0]:
+        known, basis = measured.times(problem, target, True)
+        if known and not self.options.again and not measured.lack_ours(known, basis, problem, target):
             return None
         if self._hopeless:
             self.leave(problem, self._hopeless)
@@ -174,7 +192,7 @@ class Tuner:
         logger.info("measuring %d candidates of %s", len(trials), problem)
         if self._worker is None:
             self._worker = Worker(self.options)
-        outcomes = self._worker.run(problem, target, operands.index_fields(tensors), trials)
+        outcomes = self._worker.run(problem, target, indices, trials)
         if isinstance(outcomes, Failed):
             self._hopeless = "" if outcomes.started else outcomes.reason
             logger.warning("%s is not measured: %s", problem, outcomes.reason)

@@ -70,6 +70,8 @@ _PUBLIC = {
     "tune": "kernelgen.dispatch.tuning",
     "variant": "kernelgen.variants",
     "epilogue": "kernelgen.variants.epilogue_function",
+    "row_max": "kernelgen.variants.epilogue_function",
+    "row_sum": "kernelgen.variants.epilogue_function",
     "warmup": "kernelgen.aot.warmup",
     "distributed": "",  # modules of their own
     "variants": "",
@@ -113,6 +115,8 @@ if TYPE_CHECKING:
     from kernelgen.targets import Target as Target
     from kernelgen.variants import variant as variant
     from kernelgen.variants.epilogue_function import epilogue as epilogue
+    from kernelgen.variants.epilogue_function import row_max as row_max
+    from kernelgen.variants.epilogue_function import row_sum as row_sum
 
 
 def __getattr__(name: str) -> Any:
@@ -143,5 +147,5 @@ __all__ = [
     "alibi_slopes", "append_kv", "append_mla", "attention",
     "attention_varlen", "cascade_attention", "distributed", "epilogue", "explain", "gemm", "grouped_gemm", "grouped_gemm_masked",
     "merge_states", "moe", "moe_permute", "moe_sort", "moe_unpermute", "pack_weight", "plan_attention", "plan_mla", "quantize_fp8",
-    "rmsnorm", "rope", "rope_append_kv", "route", "sdpa", "silu_and_mul", "tune", "variant", "variants", "warmup",
+    "rmsnorm", "rope", "rope_append_kv", "route", "row_max", "row_sum", "sdpa", "silu_and_mul", "tune", "variant", "variants", "warmup",
 ]

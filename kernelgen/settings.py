@@ -65,6 +65,11 @@ def _backend(name: str, text: str) -> str:
     raise SettingsError(f"{name}={text!r}: expected one of {', '.join(_BACKENDS)}")
 
 
+def _kernels(name: str, text: str) -> tuple[str, ...]:
+    """Which there are is for dispatch to know, which imports them."""
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+
+
 def _setting(variable: str, parse: Callable[[str, str], Any], default: Any, help: str) -> Any:
     return field(default=default, metadata={"variable": variable, "parse": parse, "help": help})
 
@@ -83,6 +88,8 @@ class Settings:
     max_jobs: int | None = _setting("KERNELGEN_MAX_JOBS", _positive, None, "most compile jobs at a time")
     check: bool = _setting("KERNELGEN_CHECK", _bool, False, "1: check tensor contents too (costs device syncs)")
     backend: str = _setting("KERNELGEN_BACKEND", _backend, "auto", "backend of calls that say backend='auto'")
+    kernels: tuple[str, ...] = _setting("KERNELGEN_KERNELS", _kernels, (), "kernels of ours, joined by ',', that are taken before all "
+                                        "others where they can run a problem, e.g. moe/layer,gemm/grouped_sm90_cute")
     assume_finite: bool = _setting("KERNELGEN_ASSUME_FINITE", _bool, False, "1: keys and values of attention hold no NaN or inf; then "
                                    "libraries that let those of hidden keys through are taken like others")
     cpu_isa: str | None = _setting(

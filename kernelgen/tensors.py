@@ -166,7 +166,7 @@ class GemmTensors(NamedTuple):
 
     A packed weight's ``b`` is its codes (Bb, N, ceil(K / 2)) uint8, an even k in the low nibble. ``alpha`` and ``limit`` are of
     activations that have them. ``epilogue``: the user's EpilogueFunction, ``words`` its extra values as its kernels take them (a null
-    address without it).
+    address without it), ``totals`` (totals, Ba, M) its reductions over rows, contiguous.
     """
 
     a: torch.Tensor
@@ -183,6 +183,7 @@ class GemmTensors(NamedTuple):
     limit: float = 0.0
     epilogue: Any = None
     words: torch.Tensor | None = None
+    totals: Any = ()
 
 
 class GroupedGemmTensors(NamedTuple):

@@ -8,6 +8,7 @@ from typing import Any
 
 from kernelgen import build
 from kernelgen.dispatch.backends.base import Backend, Later, Properties
+from kernelgen.dispatch.decision import Decision
 from kernelgen.errors import ArtifactMissingError, ToolchainMissing
 from kernelgen.kernels.base import Composition, KernelFamily, Steps, composition, families
 from kernelgen.settings import settings
@@ -33,6 +34,8 @@ def _toolchain_problem(name: str, cxx: str | None) -> str:
 def _obtainable(family: KernelFamily, problem: Any, target: Target, config: Any) -> Verdict:
     """Can this machine compile the kernel, or has it a prebuilt artifact? With JIT off the call itself reports a miss."""
     if not settings().jit:
+        if family.toolchain == "triton" and not is_built(family.spec(problem, target, config)):
+            return no("it is not prebuilt; its sibling in CUDA may be")
         return yes()
     missing = _toolchain_problem(family.toolchain, settings().cxx)
     if not missing:
@@ -55,7 +58,9 @@ def _first_config(family: KernelFamily, problem: Any, target: Target, live: bool
     config = next(iter(family.candidates(problem, target)), None)
     if config is None:
         return None, no(f"no legal config for {problem} on {target}")
-    return config, _obtainable(family, problem, target, config) if live else yes()
+    if live or family.toolchain == "triton":  # a machine that prebuilds for another may have no Triton
+        return config, _obtainable(family, problem, target, config)
+    return config, yes()
 
 
 def _compose(made_of: Composition, problem: Any, target: Target, live: bool) -> tuple[Steps | None, Verdict]:
@@ -109,9 +114,7 @@ class Generated(Backend):
             assert made_of is not None
 
             def prepare(name: str, tensors: Any) -> Callable[[Any], Any]:
-                decision = decisions[name]
-                assert decision.chosen is not None
-                return self.prepare(decision.problem, target, decision.chosen.kernel, decision.chosen.config, tensors)
+                return self._prepare_step(decisions[name], tensors)
 
             try:
                 return made_of.bind(problem, tuple(decisions), prepare, tensors)
@@ -122,6 +125,24 @@ class Generated(Backend):
                 # All that are missing, so that one command is enough.
                 raise error.with_command(prebuild_command_of(step for step in chosen if _is_missing(*step))) from None
         return prepare_family(_family(problem.op, target, kernel), problem, target, config, tensors)
+
+    def _prepare_step(self, decision: Decision, tensors: Any) -> Callable[[Any], Any]:
+        """A kernel in Python that its compiler refuses is set aside for its problem, and the next best runs the step."""
+        from kernelgen.dispatch import aside, select
+
+        problem, target, chosen = decision.problem, decision.target, decision.chosen
+        assert chosen is not None
+        try:
+            return self.prepare(problem, target, chosen.kernel, chosen.config, tensors)
+        except aside.OWN_FAILURES as error:
+            if not self.traced(problem, target, chosen.kernel):
+                raise
+            aside.put(problem, chosen, error)
+            select.reconsider(problem)
+            other = select.choose(problem, target, "generated")
+            if other.chosen is None:
+                raise
+        return self._prepare_step(other, tensors)
 
 
 def prepare_family(family: KernelFamily, problem: Any, target: Target, config: Any, tensors: Any) -> Callable[[Any], Any]:

@@ -32,10 +32,14 @@ def folds(*tensors: torch.Tensor | None) -> bool:
 
 
 def epilogue(p: Any, t: Any, x: torch.Tensor) -> torch.Tensor:
-    """activation(x + bias) + beta * c, of x in float32 or float64: what is rounded is rounded once, by the caller."""
+    """activation(x + bias) + beta * c, of x in float32 or float64: what is rounded is rounded once, by the caller. Totals of a user's
+    are written."""
     if p.epilogue is not None:
-        made: torch.Tensor = t.epilogue.apply(x, p.gate_up)
-        return made
+        made, totals = t.epilogue.evaluate(x, p.gate_up)
+        for to, total in zip(t.totals, totals):
+            to.copy_(total)
+        value: torch.Tensor = made
+        return value
     if t.bias is not None:
         x = x + (t.bias.unsqueeze(-2) if t.bias.dim() == 2 else t.bias)
     x = apply_activation(x, p.activation, p.gate_up)

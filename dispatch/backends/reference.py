@@ -65,13 +65,25 @@ def deliver_product(problem: Any, t: Any, result: Any) -> Any:
     return None
 
 
+def deliver_function(problem: Any, t: Any, product: Any) -> Any:
+    """What a user's epilogue makes of a product, totals included, as :func:`deliver_product`."""
+    value, totals = t.epilogue.evaluate(product, problem.gate_up)
+    if problem.requires_grad:
+        value, totals = value.to(t.out.dtype), tuple(x.to(to.dtype) for x, to in zip(totals, t.totals))
+        return (value, totals) if totals else value
+    for to, x in zip(t.totals, totals):
+        to.copy_(x)
+    t.out.copy_(value)
+    return None
+
+
 def _gemm(problem: Any, t: Any) -> Any:
     from kernelgen import reference
 
     b, scale_b = product_weight(problem, t)
     if problem.epilogue is not None:
         product: Any = reference.gemm(t.a, b, scale_a=t.scale_a, scale_b=scale_b)
-        return deliver_product(problem, t, t.epilogue.apply(product, problem.gate_up))
+        return deliver_function(problem, t, product)
     result = reference.gemm(
         t.a, b, bias=t.bias, activation=problem.activation, gate_up=problem.gate_up,
         c=t.c, beta=t.beta, scale_a=t.scale_a, scale_b=scale_b, out_scale=problem.out_scale,

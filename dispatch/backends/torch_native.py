@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from kernelgen.dispatch.backends import torch_attention
 from kernelgen.dispatch.backends.base import Backend, Properties
-from kernelgen.dispatch.backends.reference import deliver_product
+from kernelgen.dispatch.backends.reference import deliver_function, deliver_product
 from kernelgen.dispatch.backends.torch_attention import FLOATS
 from kernelgen.problems.gemm import GemmProblem
 from kernelgen.targets import Target
@@ -51,7 +51,9 @@ def _gemm(p: GemmProblem) -> Callable[[Any], Any]:
         x = torch.matmul(t.a, b) if p.a_dtype in ("fp32", "fp64") else torch.matmul(t.a.float(), b.float())
         if t.bias is not None:
             x = x + t.bias
-        x = apply_activation(x, p.activation, p.gate_up) if p.epilogue is None else t.epilogue.apply(x, p.gate_up)
+        if p.epilogue is not None:
+            return deliver_function(p, t, x)
+        x = apply_activation(x, p.activation, p.gate_up)
         if t.c is not None and t.beta != 0:  # as in BLAS, a zero beta does not read c
             x = torch.add(x, t.c, alpha=t.beta)  # beta * c in c's own type would be one rounding more
         if p.requires_grad:

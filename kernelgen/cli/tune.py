@@ -61,8 +61,7 @@ def tune(as_json: bool, **o: Any) -> None:
             seen += 1
     if o["defaults"]:
         for op in sorted({t.problem.op for t in report.tuned}):
-            target = next(d.target for d in decisions if d.problem.op == op)
-            (o["defaults"] / f"{op}.json").write_text(defaults(op, target, report))
+            (o["defaults"] / f"{op}.json").write_text(defaults(op, decisions[0].target, report))
     if as_json:
         click.echo(json.dumps({"calls": seen, "tuned": [t.as_dict() for t in report.tuned], "left": report.left}, indent=2))
     else:

@@ -91,12 +91,13 @@ class Steps:
     decisions: tuple[tuple[str, Decision], ...]
 
     def __str__(self) -> str:
-        """Each kernel once, without its folder; products with their configs."""
+        """Each kernel once, without its folder; products with their configs, and times where they were measured."""
         words = []
         for _, decision in self.decisions:
             chosen = decision.chosen
             assert chosen is not None
-            config = f" ({chosen.config})" if chosen.kernel.startswith("gemm/") else ""
+            time = f", {chosen.measured:.4g} us measured" if chosen.measured is not None else ""
+            config = f" ({chosen.config}{time})" if chosen.kernel.startswith("gemm/") else ""
             words.append(chosen.kernel.split("/")[-1] + config)
         return ", ".join(words)
 
@@ -128,8 +129,8 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "moe": ("moe.small_cuda",),
     "moe_sort": ("moe.sort_cpu", "moe.sort_cuda"),
     "moe_permute": ("moe.permute_cpu", "moe.permute_cuda"),
-    "moe_unpermute": ("moe.unpermute_cpu", "moe.unpermute_cuda"),
-    "quantize_fp8": ("quantize.quantize_fp8_cpu", "quantize.quantize_fp8_cuda"),
+    "moe_unpermute": ("moe.unpermute_cpu", "moe.unpermute_cuda", "moe.unpermute_triton"),
+    "quantize_fp8": ("quantize.quantize_fp8_cpu", "quantize.quantize_fp8_cuda", "quantize.quantize_fp8_triton"),
     "silu_and_mul": ("activation.silu_and_mul_cpu", "activation.silu_and_mul_cuda"),
 }
 
@@ -176,6 +177,12 @@ def division_of(decision: Decision) -> Division | None:
     kind = decision.target.kind if chosen.backend == "generated" else None
     family = next(f for f in families(decision.problem.op, kind, chosen.backend) if f.name == chosen.kernel)
     return family.division(decision.problem, decision.target, chosen.config) if family.division else None
+
+
+def kernel_names() -> frozenset[str]:
+    """Of all kernels and compositions, as explain shows them."""
+    composed = (composition(op) for op in _COMPOSITIONS)
+    return frozenset([f.name for f in all_families()] + [c.name for c in composed if c is not None])
 
 
 def all_families() -> list[KernelFamily]:

@@ -235,6 +235,7 @@ def join_epilogue(number: int, tensors: list[torch.Tensor] | None, scalars: list
     if not number:
         return None
     made = epilogues.get(number)
+    made.names_of_totals()  # traced before it has values of another kind than real ones
     return made.with_values(**dict(zip(sorted(made.tensors), tensors or ())), **dict(zip(sorted(made.scalars), scalars or ())))
 
 

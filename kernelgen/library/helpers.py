@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from kernelgen.errors import SettingsError
+
 
 def trimmed(given: tuple[Any, ...], defaults: tuple[Any, ...]) -> tuple[Any, ...]:
     """Without the defaults at the end: every argument that is passed costs."""
@@ -21,6 +23,18 @@ def trimmed(given: tuple[Any, ...], defaults: tuple[Any, ...]) -> tuple[Any, ...
 def as_pair(out: Any) -> tuple[Any, Any]:
     """An output as (codes, scale)."""
     return tuple(out) if isinstance(out, (tuple, list)) else (out, None)
+
+
+def totals_of(epilogue: Any, out: Any) -> tuple[str, ...]:
+    """Names of an epilogue's reductions over rows, which an operator returns as one tensor."""
+    totals = () if epilogue is None else epilogue.names_of_totals()
+    if totals and out is not None:
+        raise SettingsError("out: got one in a graph beside an epilogue with reductions, expected none; copy the result")
+    return totals
+
+
+def by_name(made: tuple[torch.Tensor, torch.Tensor], totals: tuple[str, ...]) -> Any:
+    return (made[0], {name: made[1][i] for i, name in enumerate(totals)}) if totals else made
 
 
 def filled(given: tuple[Any, ...], made: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:

@@ -289,6 +289,7 @@ def gemm(
     epilogue: Any = None, deterministic: Any = True, backend: Any = "auto",
 ) -> Any:
     beta = 1.0 if beta is None else beta
+    totals = helpers.totals_of(epilogue, out)
     writes = out is not None
     out, out_scales = helpers.as_pair(out)
     if writes:
@@ -303,8 +304,9 @@ def gemm(
     if writes:
         torch.ops.kernelgen.gemm.out(a, b, out, out_scales, *tail)
         return (out, out_scales) if out_scale is not None else out
-    if out_scale is not None:
-        return torch.ops.kernelgen.gemm.scaled(a, b, *tail)
+    if out_scale is not None or totals:
+        made = torch.ops.kernelgen.gemm.scaled(a, b, *tail)
+        return helpers.by_name(made, totals)
     if len(tail) > 3:
         return torch.ops.kernelgen.gemm.full(a, b, *tail)
     return torch.ops.kernelgen.gemm.default(a, b, *tail)

@@ -77,7 +77,10 @@ def _outputs(activation: str | None, columns: Any) -> Any:
 
 def gemm(a: torch.Tensor, b: Any, activation: str | None, out_dtype: Any, out_scale: str | None, epilogue: Any = None, **rest: Any) -> Made:
     gated = "swiglu" if epilogue is not None and epilogue.gated else activation
-    return _product(a, (*a.shape[:-1], _outputs(gated, _columns(b))), out_dtype, out_scale)
+    made = _product(a, (*a.shape[:-1], _outputs(gated, _columns(b))), out_dtype, out_scale)
+    totals = 0 if epilogue is None else len(epilogue.names_of_totals())
+    dtype = torch.float64 if a.dtype == torch.float64 else torch.float32
+    return (*made, a.new_empty((totals, *a.shape[:-1]), dtype=dtype)) if totals else made
 
 
 def grouped_gemm(

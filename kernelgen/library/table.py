@@ -61,6 +61,7 @@ class Row:
                the twin "<its name>_full". 0: all of them
     pack       the function's value as the operator's result; ``unpack`` the reverse: a helper, and arguments beside the result
     before     a helper that changes arguments first, and their names
+    totals     the argument that may have totals (library/helpers.py): then ``more`` has them as one tensor
     """
 
     name: str
@@ -76,6 +77,7 @@ class Row:
     pack: Callable[[Any], Any] | None = None
     unpack: tuple[str, ...] = ()
     before: tuple[str, ...] = ()
+    totals: str = ""
 
     @cached_property
     def all_parameters(self) -> tuple[Parameter, ...]:
@@ -116,6 +118,13 @@ def _memory_of(sort: Any) -> torch.Tensor:
     count = sum(part.numel() for part in sort)
     memory: torch.Tensor = sort.offsets.as_strided((count,), (1,))
     return memory
+
+
+def _as_tensors(value: Any) -> Any:
+    """(out, totals by name) with the totals as one tensor."""
+    if isinstance(value, tuple) and isinstance(value[1], dict):
+        return value[0], torch.stack(tuple(value[1].values()))
+    return value
 
 
 def _heads_behind(out: torch.Tensor) -> torch.Tensor:
@@ -178,8 +187,8 @@ ROWS: tuple[Row, ...] = (
         f"Tensor q, Tensor k, Tensor v, Cache! kv_cache, PageTable page_table=None, *, Tensor positions, {_PLACE}, {_ROTATION}, {_CACHE}, "
         'Tensor? out=None, str backend="auto"', shapes.like_q, outputs=("out",), brief=2),
     Row("gemm", "gemm:gemm", "Tensor a, Weight b, *, " + _EPILOGUE.replace("bool det", "EpilogueFunction epilogue=None, bool det"),
-        shapes.gemm, outputs=("out",), more=_SCALED, gradient=True,
-        brief=3),
+        shapes.gemm, outputs=("out",), more=More("scaled", "out_scale is not None or totals"), gradient=True, brief=3, pack=_as_tensors,
+        totals="epilogue"),
     Row("grouped_gemm", "grouped:grouped_gemm", f"Tensor a, Weight b, Numbers offsets, *, {_EPILOGUE}", **_GROUPED),
     Row("grouped_gemm_masked", "grouped:grouped_gemm_masked", f"Tensor a, Weight b, Numbers counts, *, {_EPILOGUE}", **_GROUPED),
     Row("quantize_fp8", "quantize:quantize_fp8",

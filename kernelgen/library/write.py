@@ -93,6 +93,8 @@ def _call(row: Row) -> str:
     if row.before:
         helper, *names = row.before
         lines += _wrapped(f"    {', '.join(names)} = helpers.{helper}(", names, ")")
+    if row.totals:
+        lines.append(f"    totals = helpers.totals_of({row.totals}, out)")
     if row.pair:
         lines += ["    writes = out is not None", "    out, out_scales = helpers.as_pair(out)"]
     elif row.outputs:
@@ -146,7 +148,8 @@ def _choices(row: Row, overloads: dict[str, Overload], tail: bool) -> list[str]:
         lines += _both(row, overloads, "out", "    if writes:", tail)
         lines.append(f"        return {_given_back(row)}")
     if more is not None:
-        lines += _both(row, overloads, more.name, f"    if {more.when}:", tail, result="return ")
+        lines += _both(row, overloads, more.name, f"    if {more.when}:", tail, result="made = " if row.totals else "return ")
+        lines += ["        return helpers.by_name(made, totals)"] if row.totals else []
     result = "made = " if row.unpack else "return "
     plain = _both(row, overloads, "", "", tail, result=result)
     if row.brief:
@@ -181,7 +184,7 @@ def _operator(row: Row, o: Overload, indent: str, result: str, tail: bool) -> li
 def _given_back(row: Row) -> str:
     names = row.written
     if row.more is not None:
-        return f"({names[0]}, {names[1]}) if {row.more.when} else {names[0]}"
+        return f"({names[0]}, {names[1]}) if {row.more.when.removesuffix(' or totals')} else {names[0]}"
     return f"({', '.join(names)})" if row.results > 1 else names[0]
 
 

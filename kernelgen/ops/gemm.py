@@ -91,7 +91,8 @@ def gemm(
     With ``out_scale`` ("tensor", "row", "block_1x128") the result is (fp8 codes, float32 scale) as from quantize_fp8, and
     ``out`` the codes, or both.
 
-    ``epilogue``, made by :func:`kernelgen.epilogue`, is a function of yours in the place of bias, activation and c.
+    ``epilogue``, made by :func:`kernelgen.epilogue`, is a function of yours in the place of bias, activation and c. Where it reduces
+    over rows the result is (out, {name: (.., M) float32}), and ``out`` the former.
 
     Raises ShapeError, DtypeError, DeviceError, LayoutError, SettingsError; NoBackendError with the table of reasons; CompileError.
     """
@@ -128,11 +129,15 @@ def gemm(
         generated = decision.chosen is not None and decision.chosen.backend == "generated"
         if generated:
             remember(_calls, key, _prepared_generated(call, run))
-        elif not packed and c is scale_a is out_scale:
+        elif not packed and c is scale_a is out_scale and not len(call.result.totals):
             remember(_calls, key, _prepared(call.tensors, call.result.shape, run))
     value = deliver(run(call.tensors), call.tensors.out, call.tensors.out_scale, call.result)
     wrote(out)
-    return value
+    return (value[0], dict(zip(epilogue.names_of_totals(), value[1]))) if len(call.result.totals) and epilogue else value
+
+
+def _new_totals(a: torch.Tensor, count: int) -> Any:
+    return a.new_empty((count, *a.shape[:-1]), dtype=torch.float64 if a.dtype == torch.float64 else torch.float32) if count else ()
 
 
 def deliver(value: Any, out: torch.Tensor, scale: torch.Tensor | None, result: Result) -> Any:
@@ -141,12 +146,14 @@ def deliver(value: Any, out: torch.Tensor, scale: torch.Tensor | None, result: R
     if value is not None:
         if not isinstance(value, tuple):
             return value.view(result.shape)
+        if len(result.totals):
+            return value[0].view(result.shape), tuple([t.view(result.shape[:-1]) for t in value[1]])
         assert result.scale is not None
         return value[0].view(result.shape), value[1].reshape(result.scale.shape)
     if not is_view(result.out):
         result.out.copy_(out.view(result.shape))
     if result.scale is None:
-        return result.out
+        return (result.out, result.totals) if len(result.totals) else result.out
     if scale is not None and not is_view(result.scale):
         result.scale.copy_(scale.view(result.scale.shape))
     return result.out, result.scale
@@ -158,7 +165,8 @@ def _prepared_generated(sample: Described, run: Any) -> Callable[..., Any]:
     shape, dtype, same, beta = tuple(out.shape), out.dtype, out.dtype == sample.tensors.a.dtype, sample.tensors.beta
     scale_shape = None if scale is None else tuple(scale.shape)
     packed, pack, device = sample.problem.weight_format is not None, GemmTensors, out.device
-    meets = meeting(out, sample.tensors)
+    meets, count = meeting(out, sample.tensors), len(sample.result.totals)
+    rows = (count, *sample.tensors.out.shape[:2])
 
     def call(a: torch.Tensor, b: Any, bias: Any, c: Any, scale_a: Any, scale_b: Any, out: Any, epilogue: Any) -> Any:
         zero = scale = None
@@ -178,7 +186,11 @@ def _prepared_generated(sample: Described, run: Any) -> Callable[..., Any]:
         if epilogue is None:
             run(pack(a, b, out, bias, c, beta, scale_a, scale_b, zero, scale))
         else:
-            run(pack(a, b, out, scale_a=scale_a, scale_b=scale_b, zero_b=zero, epilogue=epilogue, words=epilogue.words(device)))
+            totals = _new_totals(a, count)
+            run(pack(a, b, out, scale_a=scale_a, scale_b=scale_b, zero_b=zero, epilogue=epilogue, words=epilogue.words(device),
+                     totals=totals.view(rows) if count else ()))
+            if count:
+                return out, dict(zip(epilogue.names_of_totals(), totals))
         return out if scale is None else (out, scale)
 
     return call
@@ -252,6 +264,8 @@ def _describe(a: torch.Tensor, b: Weight, scale_a: torch.Tensor | None, scale_b:
     check_addend(e.c, shape)
     grad = needs_torch(a, parts[0], e.bias, e.c, scale_a, scale_b, *(e.function.tensors.values() if e.function is not None else ()))
     result = make_result(e, a, shape, grad=grad)
+    if e.function is not None:
+        result = result._replace(totals=_new_totals(a, len(e.function.names_of_totals())))
     if e.out is not None:
         check_results_apart(result, e, a=a, b=parts[0], scale_a=scale_a, scale_b=scale_b)
         check_apart_from_extras(result.out, e.function)
@@ -270,7 +284,8 @@ def _describe(a: torch.Tensor, b: Weight, scale_a: torch.Tensor | None, scale_b:
     )
     out_scale = scale_view(e.out_scale, result.scale)
     words_of = None if e.function is None or a.device.type == "meta" else e.function.words(a.device)
-    tensors = GemmTensors(a3, b3, out3, e.bias, c3, beta_of(e), view_a, view_b, zero, out_scale, epilogue=e.function, words=words_of)
+    tensors = GemmTensors(a3, b3, out3, e.bias, c3, beta_of(e), view_a, view_b, zero, out_scale, epilogue=e.function, words=words_of,
+                          totals=result.totals.view(len(result.totals), *a3.shape[:2]) if len(result.totals) else ())
     return Described(problem, tensors, result)
 
 

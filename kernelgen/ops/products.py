@@ -43,12 +43,13 @@ class Epilogue(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Where a product goes: ``out`` and, quantised, ``scale``, of the caller's shapes."""
+    """Where a product goes: ``out`` and, quantised, ``scale``, of the caller's shapes; ``totals`` (totals, .., M)."""
 
     out: torch.Tensor
     scale: torch.Tensor | None
     shape: tuple[int, ...]
     dtype: torch.dtype
+    totals: Any = ()
 
 
 def blocks_of(size: int) -> int:

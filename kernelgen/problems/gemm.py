@@ -97,7 +97,8 @@ class GemmProblem:
         words = flag_words(bias=self.bias, accumulate_c=self.accumulate_c, zero_points=self.zero_points,
                            nondeterministic=not self.deterministic, grad=self.requires_grad)
         named = ("activation", self.activation) if self.epilogue is None else ("epilogue", self.epilogue)
-        for label, value in (named, ("scales", self.scales), ("out_scale", self.out_scale),
+        reduces = None if self.epilogue is None else "+".join(self.epilogue.kinds)
+        for label, value in (named, ("reduces", reduces), ("scales", self.scales), ("out_scale", self.out_scale),
                              ("weight", self.weight_format), ("group", self.group_size)):
             if value:
                 words += f" {label}={value}"

@@ -30,7 +30,7 @@ from kernelgen.testing.mma_products import Product, run_product
 TARGET = Target.parse("sm_90a")
 # No bf16: the interpreter adds its bits as whole numbers.
 _WORDS = {"ptr": "Q", "i64": "q", "f64": "d", "i32": "i", "f32": "f"}
-_TYPES = {"i32": torch.int32, "i64": torch.int64, "u8": torch.uint8}
+_TYPES = {"i32": torch.int32, "i64": torch.int64, "u8": torch.uint8, "fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
 
 PRODUCTS = (
     Product(33, 40, 70, "fp32", orders="rc", bias="fp32", activation="gelu"), Product(65, 50, 33, "fp64", orders="cr", out="fp64", pad=1),

@@ -20,7 +20,8 @@ from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
 from kernelgen.tensors import GemmTensors
 from kernelgen.testing.data import padded_rows, poison_, poisoned_empty, random_tensor, seed_of
-from kernelgen.testing.epilogues import epilogue_named
+from kernelgen.testing.epilogues import GATED, epilogue_named
+from kernelgen.testing.gemm import tensor_core_product
 from kernelgen.testing.tolerance import assert_bits_equal, assert_close_to_reference
 from kernelgen.variants.epilogue_function import EpilogueFunction
 
@@ -70,7 +71,7 @@ class Product:
 
     @property
     def outputs(self) -> int:
-        return self.n // 2 if self.activation in ("swiglu", "geglu") or self.epilogue == "gate" else self.n
+        return self.n // 2 if self.activation in ("swiglu", "geglu") or self.epilogue in GATED else self.n
 
     def function(self, device: torch.device | str) -> EpilogueFunction | None:
         return None if self.epilogue is None else epilogue_named(self.epilogue, self.batch, self.m, self.outputs, self.seed + 9, device)
@@ -155,7 +156,9 @@ def make(case: Product, device: torch.device | str = "cpu") -> tuple[GemmTensors
     features = dict(bias=bias, activation=case.activation, gate_up=case.gate_up, c=c, beta=case.beta, scale_a=scale_a, scale_b=scale_b)
     out_scale, function = scale_output(case, out, device), case.function(device)
     words = None if function is None else function.words(out.device)
-    tensors = GemmTensors(a, codes, out, bias, c, case.beta, view_a, view_b, zero, out_scale, epilogue=function, words=words)
+    count, dtype = len(function.names_of_totals()) if function is not None else 0, torch.float64 if case.a == "fp64" else torch.float32
+    totals = poisoned_empty((count, case.batch, case.m), dtype, device) if count else ()
+    tensors = GemmTensors(a, codes, out, bias, c, case.beta, view_a, view_b, zero, out_scale, epilogue=function, words=words, totals=totals)
     return tensors, features, b
 
 
@@ -177,7 +180,26 @@ def dequantized(codes: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor
 
 
 def results(case: Product, a: torch.Tensor, b: Any, features: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The exact result and the plain one; a b that the batch shares is given once to the reference."""
+    """The exact result and the plain one."""
+    if case.epilogue is not None:
+        (exact, _), (plain, _) = evaluated(case, a, b, features)
+        return exact, plain.to(DTYPES[case.out].torch)
+    return products(case, a, b, features, torch.float32 if case.out_scale else DTYPES[case.out].torch)
+
+
+def evaluated(case: Product, a: torch.Tensor, b: Any, features: dict[str, Any]) -> list[tuple[torch.Tensor, tuple[torch.Tensor, ...]]]:
+    """What the user's epilogue makes of the exact product and of a plain one in float32: values, and totals over rows."""
+    function = case.function(a.device)
+    assert function is not None
+    exact, plain = products(case, a, b, features, torch.float32)
+    if a.is_cuda and isinstance(b, torch.Tensor) and a.dtype.itemsize == 2:
+        # Totals are not rounded to a type that would hide how tensor cores add.
+        plain = tensor_core_product(a, b if case.batched_b else b[0])
+    return [function.evaluate(product, case.gate_up) for product in (exact, plain)]
+
+
+def products(case: Product, a: torch.Tensor, b: Any, features: dict[str, Any], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Without the user's epilogue; a b that the batch shares is given once to the reference."""
     if not isinstance(b, torch.Tensor):
         shape, index = b.shape[1:], 0
         if not case.batched_b:
@@ -188,11 +210,7 @@ def results(case: Product, a: torch.Tensor, b: Any, features: dict[str, Any]) ->
             features = features | {"scale_b": features["scale_b"][0]}
     exact = ref.gemm(a, b, **features)
     assert isinstance(exact, torch.Tensor)
-    if case.epilogue is not None:
-        function, plain = case.function(a.device), ref.gemm_plain(a, b, out_dtype=torch.float32, **features)
-        assert function is not None
-        return function.apply(exact, case.gate_up), function.apply(plain, case.gate_up).to(DTYPES[case.out].torch)
-    return exact, ref.gemm_plain(a, b, out_dtype=torch.float32 if case.out_scale else DTYPES[case.out].torch, **features)
+    return exact, ref.gemm_plain(a, b, out_dtype=dtype, **features)
 
 
 def run_product(case: Product, family: KernelFamily, target: Target, load: Callable[[KernelSpec], Any], config: Any = None,
@@ -208,11 +226,17 @@ def run_product(case: Product, family: KernelFamily, target: Target, load: Calla
     run = family.bind(problem, chosen, load(family.spec(problem, target, chosen)), tensors)
     run(tensors)
     first, first_scale = tensors.out.clone(), None if tensors.out_scale is None else tensors.out_scale.clone()
-    poison_(tensors.out)
+    first_totals = [t.clone() for t in tensors.totals]
+    for t in (tensors.out, *tensors.totals):
+        poison_(t)
     run(tensors)
     what = f"{case} {chosen}"
     assert_bits_equal(tensors.out, first, what=f"{what}, second run")
     exact, plain = results(case, tensors.a, b, features)
+    for i, (got, before) in enumerate(zip(tensors.totals, first_totals)):
+        assert_bits_equal(got, before, what=f"{what}, total {i} in a second run")
+        (_, exact_totals), (_, plain_totals) = evaluated(case, tensors.a, b, features)
+        assert_close_to_reference(got, exact_totals[i], plain_totals[i], what=f"{what}, total {i}", seed=case.seed)
     if first_scale is not None:
         quantized = ref.quantize_fp8(plain, case.out_scale or "", dtype=first.dtype, compute_dtype=torch.float32)
         plain = dequantized(quantized[0], quantized[1].view(first_scale.shape))

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from kernelgen import reference as ref
-from kernelgen.dispatch.select import choose
+from kernelgen import settings
+from kernelgen.dispatch import select
 from kernelgen.dtypes import DTYPES
-from kernelgen.kernels.base import KernelFamily, families
+from kernelgen.kernels.base import KernelFamily, families, family_of
 from kernelgen.kernels.moe.layer import COMPOSITION
-from kernelgen.ops.moe import describe_moe
+from kernelgen.ops.moe import describe_moe, explain_moe
 from kernelgen.problems.gemm import GatheredGemmProblem, ScatteredGemmProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
@@ -84,6 +85,40 @@ def run_scattered(case: Grouped, tokens: int, distinct: bool, family: KernelFami
         assert_bits_equal(outs[0][0, others], before[0, others], what=f"{what}, rows that nobody names")
 
 
+def _by_cuda(problem: Any, target: Target, load: Load, given: Any) -> Callable[[Any], None]:
+    """A step by the first kernel in CUDA that runs it, with its first config."""
+    family = next(f for f in families(problem.op, "cuda") if f.toolchain == "nvrtc" and f.supports(problem, target))
+    return _bound(problem, family, target, load, next(iter(family.candidates(problem, target))), given)
+
+
+def run_forced_layer(c: dict[str, Any], kernels: tuple[str, ...], target: Target, load: Load, load_others: Load) -> None:
+    """A layer as dispatch makes it where kernels are put first, which its products have to have; called twice."""
+    select.forget()
+    with settings.override(kernels=kernels):
+        decision = explain_moe(**c, target=target, backend="generated", live=False)
+    select.forget()
+    assert decision.chosen is not None and decision.chosen.kernel == COMPOSITION.name
+    steps = dict(decision.chosen.config.decisions)
+    assert all(step.chosen.kernel in kernels for step in steps.values() if step.problem.op == "grouped_gemm"), str(decision)
+
+    def prepare(name: str, given: Any) -> Callable[[Any], Any]:
+        step = steps[name]
+        assert step.chosen is not None
+        if step.problem.op != "grouped_gemm":
+            return _by_cuda(step.problem, target, load_others, given)
+        family = family_of(step.problem.op, "cuda", step.chosen.kernel)
+        assert family is not None
+        return family.bind(step.problem, step.chosen.config, load(family.spec(step.problem, target, step.chosen.config)), given)
+
+    options: dict[str, Any] = dict.fromkeys(("alpha", "limit", "bias13", "bias2", "scale13", "scale2", "shared", "expert_map", "out"))
+    _, tensors = describe_moe(**(options | dict(gate_up="gate_first", weights_on_input=False, deterministic=True) | c))
+    run = COMPOSITION.bind(decision.problem, tuple(steps), prepare, tensors)
+    for _ in range(2):
+        poison_(tensors.out)
+        run(tensors)
+        assert_close_to_reference(tensors.out.cpu(), ref.moe(**oracle(c)), plain(c), what=f"a layer by {kernels}")
+
+
 def run_layer(c: dict[str, Any], family: KernelFamily, config: Any, target: Target, load: Load, load_others: Load) -> None:
     """A layer of experts whose products are a family's, called twice: what comes later are tensors of other shapes, and addresses."""
     options: dict[str, Any] = dict.fromkeys(("alpha", "limit", "bias13", "bias2", "scale13", "scale2", "shared", "expert_map", "out"))
@@ -95,10 +130,7 @@ def run_layer(c: dict[str, Any], family: KernelFamily, config: Any, target: Targ
         p = steps[step]
         if p.op == family.op:
             return _bound(p, family, target, load, config, given)
-        chosen = choose(p, target, "generated", live=False).chosen
-        assert chosen is not None, step
-        other = next(f for f in families(p.op, "cuda") if f.name == chosen.kernel)
-        return other.bind(p, chosen.config, load_others(other.spec(p, target, chosen.config)), given)
+        return _by_cuda(p, target, load_others, given)
 
     run = COMPOSITION.bind(problem, tuple(steps), prepare, tensors)
     for _ in range(2):

@@ -41,18 +41,18 @@ class Writer:
     def load(self, e: Expression, names: Mapping[Expression, str]) -> str:
         raise NotImplementedError
 
-    def lines(self, result: Expression, kind: str) -> list[str]:
-        """The function's body, which returns ``result`` as ``kind``."""
+    def lines(self, result: Expression, kind: str, more: tuple[Expression, ...] = ()) -> list[str]:
+        """The function's body, which returns ``result`` as ``kind``, with ``more`` as a tuple."""
         names: dict[Expression, str] = {}
         lines: list[str] = []
-        for e in in_order((result,)):
+        for e in in_order((result, *more)):
             leaf = None if e.is_constant else self.leaf(e)
             if e.is_constant or leaf is not None:
                 names[e] = leaf or ""
                 continue
             names[e] = f"t{len(lines)}"
             lines.append(f"    {names[e]} = {self.text(e, names)}")
-        return [*lines, f"    return {self.operand(result, names, kind)}"]
+        return [*lines, f"    return {', '.join(self.operand(e, names, kind) for e in (result, *more))}"]
 
     def kind(self, e: Expression) -> str:
         if e.dtype == INT:

@@ -51,10 +51,12 @@ def variant_functions(traced: TracedVariant, scalar: str) -> str:
 
 def epilogue_function(traced: TracedEpilogue, scalar: str) -> str:
     """The struct, for products whose sums are ``scalar``; needs kernelgen/gemm/epilogue_function.h and namespace kernelgen."""
+    terms, maxima = traced.terms, sum(1 << i for i, kind in enumerate(traced.kinds) if kind == "max")
     return "\n".join([
-        "struct EpilogueFunction {",
-        f"  static KERNELGEN_DEVICE {scalar} value({scalar} x, {scalar} y, const EpilogueContext& c, const int64_t* args) {{",
-        *Body(traced, scalar).lines(traced.result, scalar),
+        f"struct EpilogueFunction{f' : RowTotals<{scalar}, {len(terms)}, {maxima}>' if terms else ''} {{",
+        f"  static KERNELGEN_DEVICE {scalar} value({scalar} x, {scalar} y, const EpilogueContext& c, const int64_t* args"
+        f"{f', {scalar} (&terms)[{len(terms)}]' if terms else ''}) {{",
+        *Body(traced, scalar).lines(traced.result, scalar, terms),
         "  }",
         "};",
     ]) + "\n"
@@ -83,9 +85,10 @@ class Body:
             self.scalars[extra.name] = (extra.kind, offset)
             offset += 1
 
-    def lines(self, result: Expression, out: str) -> list[str]:
+    def lines(self, result: Expression, out: str, terms: tuple[Expression, ...] = ()) -> list[str]:
+        """``terms``: of totals over rows."""
         text: list[str] = []
-        for e in in_order((result,)):
+        for e in in_order((result, *terms)):
             if e.is_constant:
                 continue  # written where it is used, in the type it is used in
             if e.op == "field":
@@ -96,6 +99,7 @@ class Body:
                 name = f"t{len(text)}"
                 text.append(self.statement(self.type_of(e), name, self.text(e)))
                 self.names[e] = name
+        text += [f"    terms[{i}] = {self.operand(e, out)};" for i, e in enumerate(terms)]
         return [*text, self.returned(self.operand(result, out))]
 
     def field(self, name: str) -> str:

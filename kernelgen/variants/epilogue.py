@@ -16,6 +16,7 @@ from typing import Any
 
 from kernelgen.errors import VariantError
 from kernelgen.variants.dsl import Writer
+from kernelgen.variants.epilogue_function import Reduction, taken_apart
 from kernelgen.variants.expression import FLOATS, INT, INT32, REAL, Expression, in_order, make
 from kernelgen.variants.trace import _KIND_TYPE, Context, Tensor, Value, _element, _names_in, _result, extra_tensor
 from kernelgen.variants.traced import ExtraScalar, ExtraTensor, scalar_kind
@@ -48,6 +49,7 @@ class TracedEpilogue:
 
     rows    names of tensors whose last dimension is contiguous, which is compiled in
     gated   takes two columns of the product for one of the output
+    totals  its reductions over rows
     """
 
     result: Expression
@@ -55,6 +57,7 @@ class TracedEpilogue:
     scalars: tuple[ExtraScalar, ...] = ()
     rows: tuple[str, ...] = ()
     gated: bool = False
+    totals: tuple[Reduction, ...] = ()
     name: str | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
@@ -94,9 +97,17 @@ class TracedEpilogue:
 
     @cached_property
     def code(self) -> str:
-        """``def epilogue(x, y, batch, row, column, *extra values)``."""
+        """``def epilogue(x, y, batch, row, column, *extra values)``, of the value, and the term of each total."""
         head = f"def epilogue({', '.join(('x', 'y', *FIELDS, *(f'extra_{n}' for n in self.names)))}):"
-        return "\n".join([head, *_EpilogueWriter().lines(self.result, "Float32")])
+        return "\n".join([head, *_EpilogueWriter().lines(self.result, "Float32", self.terms)])
+
+    @property
+    def terms(self) -> tuple[Expression, ...]:
+        return tuple(total.value for total in self.totals)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(total.kind for total in self.totals)
 
     @cached_property
     def digest(self) -> str:
@@ -147,9 +158,11 @@ def trace_function(
         dtype, bounds = _KIND_TYPE[scalar.kind]
         values[n] = Value(make("scalar", dtype, value=n, weak=True, bounds=bounds))
     given = [Value(make("score", REAL, value=half)) for half in (("x", "y") if gated else ("x",))]
-    result = _result("epilogue", function(*given, Context(values)), FLOATS, "a float (the new value)")
-    read = {n for e in in_order((result,)) for n in _names_in(e)}
+    value, reduced = taken_apart(function(*given, Context(values)))
+    result = _result("epilogue", value, FLOATS, "a float (the new value)")
+    totals = tuple(Reduction(n, r.kind, _result(f"epilogue's {n!r}", r.value, FLOATS, "a float")) for n, r in reduced.items())
+    read = {n for e in in_order((result, *(total.value for total in totals))) for n in _names_in(e)}
     # Descriptions without a tensor are those of calls, whose rows are contiguous.
     rows = (n for n, t in (tensors or {}).items() if n in read and known[n].rank and (isinstance(t, ExtraTensor) or t.stride(-1) == 1))
     return TracedEpilogue(result, tuple(known[n] for n in sorted(known) if n in read),
-                          tuple(numbers[n] for n in sorted(numbers) if n in read), tuple(sorted(rows)), gated, name)
+                          tuple(numbers[n] for n in sorted(numbers) if n in read), tuple(sorted(rows)), gated, totals, name)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -16,8 +16,48 @@ from kernelgen.library.forms import epilogues
 
 if TYPE_CHECKING:
     from kernelgen.variants.epilogue import TracedEpilogue
+    from kernelgen.variants.expression import Expression
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
+_MOST_TOTALS = 16
+
+
+class RowReduction(NamedTuple):
+    kind: str
+    value: Any
+
+
+class Reduction(NamedTuple):
+    name: str
+    kind: str
+    value: Expression
+
+
+def row_sum(value: Any) -> RowReduction:
+    """In an epilogue's function: the sum of ``value`` over a row of the output, in float32 (float64 of float64 operands), in a fixed order;
+    0 of no columns."""
+    return RowReduction("sum", value)
+
+
+def row_max(value: Any) -> RowReduction:
+    """As :func:`row_sum`, the largest; NaN where one of them is, -inf of no columns."""
+    return RowReduction("max", value)
+
+
+def taken_apart(made: Any) -> tuple[Any, Mapping[str, RowReduction]]:
+    """What a function returned: its value, and its reductions by name. Raises VariantError."""
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping)):
+        return made, {}
+    wrong = [name for name, r in made[1].items() if not isinstance(r, RowReduction)]
+    if wrong or len(made[1]) > _MOST_TOTALS:
+        raise VariantError(f"epilogue: got {len(made[1])} reductions, {wrong} of them not by row_sum or row_max, expected at most "
+                           f"{_MOST_TOTALS}, by these")
+    return made
+
+
+def reduced(kind: str, terms: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    """By torch's operators."""
+    return terms.sum(dim) if kind == "sum" else terms.amax(dim) if terms.shape[dim] else torch.full_like(terms.sum(dim), -torch.inf)
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +78,13 @@ class EpilogueFunction:
         from kernelgen.variants.epilogue import trace_function
 
         return trace_function(self.function, self.tensors, self.scalars, self.gated, self.name)
+
+    def names_of_totals(self) -> tuple[str, ...]:
+        """Reductions over rows."""
+        return tuple([total.name for total in self.traced.totals])
+
+    # torch._dynamo.assume_constant_result, whose import takes a second
+    names_of_totals._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     @cached_property
     def layout(self) -> tuple[Any, ...]:
@@ -75,6 +122,10 @@ class EpilogueFunction:
 
     def apply(self, product: torch.Tensor, gate_up: str) -> torch.Tensor:
         """By torch's operators: (B, M, N) in float32 or float64 to (B, M, outputs) of the same type."""
+        return self.evaluate(product, gate_up)[0]
+
+    def evaluate(self, product: torch.Tensor, gate_up: str) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """The same, and its totals over rows, each (B, M)."""
         parts: tuple[torch.Tensor, ...] = (product,)
         if self.gated:
             half = product.shape[-1] // 2
@@ -85,10 +136,14 @@ class EpilogueFunction:
             ("batch", batch, (-1, 1, 1)), ("row", rows, (-1, 1)), ("column", columns, (-1,)))}
         for name, t in self.tensors.items():
             values[name] = t.to(product.dtype) if t.is_floating_point() else t if t.dtype == torch.bool else t.to(torch.int64)
-        made = self.function(*parts, SimpleNamespace(**values, **self.scalars))
-        if not isinstance(made, (torch.Tensor, int, float)):
-            raise VariantError(f"epilogue: the function returned {type(made).__name__}, expected a number of each element")
-        return torch.as_tensor(made, device=product.device).to(product.dtype).expand(parts[0].shape)
+        value, totals = taken_apart(self.function(*parts, SimpleNamespace(**values, **self.scalars)))
+
+        def full(made: Any) -> torch.Tensor:
+            if not isinstance(made, (torch.Tensor, int, float)):
+                raise VariantError(f"epilogue: the function returned {type(made).__name__}, expected a number of each element")
+            return torch.as_tensor(made, device=product.device).to(product.dtype).expand(parts[0].shape)
+
+        return full(value), tuple(reduced(r.kind, full(r.value)) for r in totals.values())
 
 
 def epilogue(
@@ -105,6 +160,8 @@ def epilogue(
     tensors    extra tensors, read as ``ctx.name[i, j]``, of one dimension or more
     scalars    extra Python numbers, read as ``ctx.name``; another value is no other kernel
     name       what it is called in explanations
+
+    A function may return ``(value, {"sum_sq": kernelgen.row_sum(value * value)})``; the call then returns (out, {"sum_sq": (.., M)}).
 
     ctx holds batch (of all leading dimensions), row and column of the output. Functions are those of variants of attention
     (``kernelgen.variant``): torch's elementwise ones, ``torch.where``, Python's operators and comparisons; numbers that the function

@@ -46,6 +46,15 @@ def test_epilogues_and_batches(config: Config) -> None:
         run_product(case, FAMILY, target_of("cuda"), build.kernel, config, "cuda")
 
 
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_totals_over_rows(config: Config) -> None:
+    """Tiles that end past the last row and column, and clusters with a tile past the last."""
+    for case in (Product(300, 264, 328, "bf16", epilogue="norm", batch=2), Product(1000, 1032, 512, "fp16", epilogue="norm"),
+                 Product(129, 528, 200, "bf16", epilogue="gate_total")):
+        if case.epilogue != "gate_total" or config.block_n % 128 == 0:
+            run_product(case, FAMILY, target_of("cuda"), build.kernel, config, "cuda")
+
+
 def _user(x: Any, ctx: Any) -> Any:
     gate = torch.sigmoid(ctx.gate[ctx.row] * x)
     odd = ~(ctx.column % 3 == 0) & (ctx.row != 5)

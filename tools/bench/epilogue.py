@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""What a user's epilogue costs: gemm/dense_sm90 and gemm/dense_sm90_cute with a traced function beside the same kernel, by the same config,
-without one; and torch's product with its operators behind it. bf16, K contiguous in both.
+"""What a user's epilogue costs, of values alone or with a sum over the rows: gemm/dense_sm90 and gemm/dense_sm90_cute with a traced
+function beside the same kernel, by the same config, without one; and torch's product with its operators behind it. bf16, K contiguous.
 
     python tools/bench/epilogue.py                            into tools/bench/results/tried/h200_epilogue.json
     python tools/bench/epilogue.py --budget 60 --samples 3    begins no problem after 60 s
@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ from kernelgen.kernels.gemm import dense_sm90, dense_sm90_cute  # noqa: E402
 from kernelgen.problems.gemm import FUNCTION, GemmProblem  # noqa: E402
 from kernelgen.targets import Target, target_of  # noqa: E402
 from kernelgen.tensors import GemmTensors  # noqa: E402
-from kernelgen.variants.epilogue_function import EpilogueFunction, epilogue  # noqa: E402
+from kernelgen.variants.epilogue_function import EpilogueFunction, epilogue, row_sum  # noqa: E402
 
 _JSON = Path(__file__).parent / "results" / "tried" / "h200_epilogue.json"
 SHAPES = ((4096, 4096, 4096), (8192, 4096, 1024), (4096, 14336, 4096))
@@ -58,9 +59,14 @@ def _residual(x: Any, ctx: Any) -> Any:
     return torch.relu(x + ctx.bias[ctx.column]) + ctx.residual[ctx.row, ctx.column]
 
 
+def _sum_sq(x: Any, ctx: Any) -> Any:
+    return x, {"sum_sq": row_sum(x * x)}
+
+
 EPILOGUES: dict[str, Callable[[Operands], EpilogueFunction]] = {
     "silu": lambda o: epilogue(_silu, name="silu"),
     "residual": lambda o: epilogue(_residual, tensors={"bias": o.bias, "residual": o.residual}, name="residual"),
+    "sum_sq": lambda o: epilogue(_sum_sq, name="sum_sq"),
 }
 
 
@@ -81,14 +87,18 @@ class Bound:
         if at not in self.made:
             function = EPILOGUES[self.name](o) if self.name else None
             words = None if function is None else function.words(o.a.device)
-            self.made[at] = GemmTensors(o.a.unsqueeze(0), o.b.t().unsqueeze(0), o.out.unsqueeze(0), epilogue=function, words=words)
+            names = () if function is None else function.names_of_totals()
+            totals = o.a.new_empty((len(names), 1, len(o.a)), dtype=torch.float32)
+            self.made[at] = GemmTensors(o.a.unsqueeze(0), o.b.t().unsqueeze(0), o.out.unsqueeze(0), epilogue=function, words=words,
+                                        totals=totals)
         if self.run is None:
             kernel = build.kernel(self.family.spec(self.problem, target_of(o.a.device), self.config))
             self.run = self.family.bind(self.problem, self.config, kernel, self.made[at])
         return self.made[at]
 
     def __call__(self, o: Operands) -> torch.Tensor:
-        self.run(self.ready(o))
+        tensors = self.ready(o)  # before `run` is looked up, which it may make
+        self.run(tensors)
         return o.out
 
 
@@ -112,9 +122,13 @@ def plan(m: int, n: int, k: int, target: Target) -> list[Bound]:
     return found
 
 
-def wanted(name: str, o: Operands) -> torch.Tensor:
-    product = o.a.float() @ o.b.float().t()
-    return EPILOGUES[name](o).apply(product.unsqueeze(0), "gate_first")[0] if name else product
+def error_of(bound: Bound, o: Operands) -> float:
+    """Of values, and of totals in a hundredth of what is let pass there: they are not rounded to 16 bits."""
+    got, product = bound(o).float(), o.a.float() @ o.b.float().t()
+    want, totals = EPILOGUES[bound.name](o).evaluate(product.unsqueeze(0), "gate_first") if bound.name else (product.unsqueeze(0), ())
+    errors = [((got - want[0]).abs() / (want[0].abs() + o.a.shape[1]**0.5)).max().item()]
+    errors += [100 * ((t - total) / total.abs().max()).abs().max().item() for t, total in zip(bound.ready(o).totals, totals)]
+    return max(errors)
 
 
 def composed(name: str, o: Operands) -> torch.Tensor:
@@ -122,6 +136,9 @@ def composed(name: str, o: Operands) -> torch.Tensor:
     x = o.a @ o.b.t()
     if name == "silu":
         return torch.nn.functional.silu(0.5 * x) + 0.25
+    if name == "sum_sq":
+        x.float().square().sum(-1)
+        return x
     return torch.relu(x + o.bias) + o.residual if name else x
 
 
@@ -132,8 +149,7 @@ def measure(shape: tuple[int, int, int], target: Target, protocol: Protocol) -> 
     sets = [operands(m, n, k, "cuda", generator) for _ in range(count_sets(size, protocol.together))]
     calls: dict[tuple[str, str], Callable[[Operands], torch.Tensor]] = {}
     for bound in plan(m, n, k, target):
-        got, want = bound(sets[0]).float(), wanted(bound.name, sets[0])
-        error = ((got - want).abs() / (want.abs() + k**0.5)).max().item()
+        error = error_of(bound, sets[0])
         if not error < 0.02:
             print(f"{shape} {bound.family.name} {bound.config} {bound.name}: wrong by {error}", file=sys.stderr)
             continue
@@ -141,7 +157,7 @@ def measure(shape: tuple[int, int, int], target: Target, protocol: Protocol) -> 
             bound.ready(one)
         calls[bound.name, f"{bound.family.name} {bound.config}"] = bound
     for name in ("", *EPILOGUES):
-        calls[name, "torch"] = lambda o, name=name: composed(name, o)
+        calls[name, "torch"] = partial(composed, name)
     timers = {key: CudaTimer(call, sets, protocol) for key, call in calls.items()}
     names = {f"{name} {candidate}".strip(): (name, candidate) for name, candidate in timers}
     timings = interleave({shown: timers[key] for shown, key in names.items()}, protocol.samples)

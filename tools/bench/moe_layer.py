@@ -4,6 +4,7 @@
     python tools/bench/moe_layer.py                            everything, into tools/bench/results/h200_moe_layer.json
     python tools/bench/moe_layer.py --only "qwen3-30b t=4096" --budget 60
     python tools/bench/moe_layer.py --resume --budget 90       goes on where the file ends
+    python tools/bench/moe_layer.py --cute                     the layer with its products in CuTe-DSL, too (16-bit experts)
     python tools/bench/moe_layer.py --prebuild-only            compile all kernels (no GPU needed), in several processes
 
 Numbers are held against the reference. Then the layer, torch._grouped_mm between torch's operators, and every step of ours alone (on
@@ -19,6 +20,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 import torch  # noqa: E402
 
 import kernelgen  # noqa: E402
+from kernelgen import settings  # noqa: E402
 from kernelgen.aot.specs import specs_of  # noqa: E402
 from kernelgen.bench import results  # noqa: E402
 from kernelgen.bench.options import add_build_options, add_run_options, head  # noqa: E402
@@ -37,6 +40,7 @@ from kernelgen.bench.results import Results, Row, with_ratios  # noqa: E402
 from kernelgen.bench.suites import MOE_SHAPES, SUITES, MoeCase  # noqa: E402
 from kernelgen.bench.targets import BYTES_PER_US  # noqa: E402
 from kernelgen.bench.workloads.moe import MoeOperands, MoeWorkload  # noqa: E402
+from kernelgen.dispatch import select  # noqa: E402
 from kernelgen.dispatch.backends.generated import BACKEND  # noqa: E402
 from kernelgen.dispatch.decision import Decision  # noqa: E402
 from kernelgen.kernels.base import Steps, composition  # noqa: E402
@@ -53,12 +57,15 @@ _PEAK = {"bf16": 790.0, "fp8-block": 1530.0, "mxfp4": 790.0}
 # (model, tokens, recipe) -> TFLOP/s that the layer is to reach, and with deterministic=False.
 TARGETS: dict[tuple[str, int, str], tuple[float, float | None]] = {
     ("qwen3-30b", 32768, "bf16"): (480.0, None), ("deepseek-v3-tp8", 4096, "fp8-block"): (500.0, 580.0)}
-_LAYER, _PART, _FREE = "moe-layer", "moe-part", "kernelgen, any order"
+_LAYER, _PART, _FREE, _CUTE = "moe-layer", "moe-part", "kernelgen, any order", "kernelgen, CuTe-DSL"
+_IN_CUTE = ", CuTe-DSL"
+_CUTE_KERNELS = ("moe/layer", "gemm/grouped_sm90_cute")
 
 
 def cases(tokens: Sequence[int], only: str) -> list[MoeCase]:
     """Those with targets first."""
-    every = [c for c in SUITES["moe"].cuda if isinstance(c, MoeCase) and c.tokens in tokens and only in str(c)]
+    every = [c for c in SUITES["moe"].cuda if isinstance(c, MoeCase) and c.tokens in tokens
+             and any(words in str(c) for words in only.split("|"))]
     return sorted(every, key=lambda c: (c.model, c.tokens, c.recipe) not in TARGETS)
 
 
@@ -83,11 +90,12 @@ def _microseconds(case: MoeCase, amounts: tuple[float, float]) -> float:
 
 
 class Parts:
-    """The steps of a layer, each to be run alone on the tensors that it had in a call."""
+    """The steps of a layer, each to be run alone on the tensors that it had in a call. ``run``: the whole layer, where it has steps."""
 
-    def __init__(self, work: MoeWorkload, sets: Sequence[MoeOperands]) -> None:
+    def __init__(self, work: MoeWorkload, sets: Sequence[MoeOperands], decision: Decision) -> None:
         self.recorded: dict[str, list[tuple[Callable[[Any], Any], Any]]] = {}
-        decision, made_of = work.decision(sets[0]), composition("moe")
+        self.run: Callable[[Any], Any] | None = None
+        made_of = composition("moe")
         assert decision.chosen is not None and made_of is not None
         if not isinstance(decision.chosen.config, Steps):
             return
@@ -99,16 +107,16 @@ class Parts:
             run = BACKEND.prepare(step.problem, decision.target, step.chosen.kernel, step.chosen.config, tensors)
 
             def recorded(t: Any) -> None:
-                self.recorded.setdefault(name, []).append((run, t))
+                if len(self.recorded.setdefault(name, [])) < len(sets):
+                    self.recorded[name].append((run, t))
                 run(t)
 
             return recorded
 
-        run = None
         for o in sets:
             _, tensors = describe_moe(*o[:5], **_described(work, o))
-            run = run or made_of.bind(decision.problem, tuple(decisions), prepare, tensors)
-            run(tensors)
+            self.run = self.run or made_of.bind(decision.problem, tuple(decisions), prepare, tensors)
+            self.run(tensors)
 
 
 def _described(work: MoeWorkload, o: MoeOperands) -> dict[str, Any]:
@@ -122,8 +130,23 @@ def _step(pair: tuple[Callable[[Any], Any], Any]) -> Any:
     return pair[0](pair[1])
 
 
-def measured(case: MoeCase, protocol: Protocol) -> tuple[Row, ...]:
-    """Rows of the layer, its peer, its other order of additions and its steps."""
+@contextmanager
+def by_cute() -> Iterator[None]:
+    """Products in CuTe-DSL are chosen, whatever was measured."""
+    select.forget()
+    with settings.override(kernels=_CUTE_KERNELS):
+        yield
+    select.forget()
+
+
+def _cute_parts(work: MoeWorkload, sets: Sequence[MoeOperands]) -> Parts:
+    with by_cute():
+        decision = work.decision(sets[0])
+        return Parts(work, sets, decision)
+
+
+def measured(case: MoeCase, protocol: Protocol, cute: bool = False) -> tuple[Row, ...]:
+    """Rows of the layer, its peer, its other order of additions and its steps; ``cute``: and by products in CuTe-DSL."""
     work, name = MoeWorkload(case, "cuda"), str(case)
     generator = torch.Generator(device="cuda").manual_seed(protocol.seed)
     sets = [work.operands(generator) for _ in range(max(2, min(4, count_sets(work.set_bytes, protocol.together))))]
@@ -134,7 +157,16 @@ def measured(case: MoeCase, protocol: Protocol) -> tuple[Row, ...]:
         return kernelgen.moe(*o[:5], out=o.out, backend="generated", deterministic=False, **work._options(o))
 
     calls = {c.name: (c.call, c.peer, c.missing) for c in work.candidates() if c.name != "torch loop"}
-    others = {_FREE: (free, False, "")} if TARGETS.get((case.model, case.tokens, case.recipe), (0, None))[1] else {}
+    parts = Parts(work, sets, work.decision(sets[0]))
+    parts_of_cute = _cute_parts(work, sets) if cute and case.recipe == "bf16" else None
+
+    def layer_by_cute(o: MoeOperands) -> torch.Tensor:
+        assert parts_of_cute is not None and parts_of_cute.run is not None
+        parts_of_cute.run(describe_moe(*o[:5], **_described(work, o))[1])
+        return o.out
+
+    others: dict[str, tuple[Callable[[Any], Any], bool, str]] = {_CUTE: (layer_by_cute, False, "")} if parts_of_cute else {}
+    others |= {_FREE: (free, False, "")} if TARGETS.get((case.model, case.tokens, case.recipe), (0, None))[1] else {}
     for label, (call, peer, missing) in (calls | others).items():
         if missing:
             continue
@@ -145,13 +177,14 @@ def measured(case: MoeCase, protocol: Protocol) -> tuple[Row, ...]:
         if comparison.ok:
             candidates[label] = (call, sets)
         torch.cuda.synchronize()
-    parts = Parts(work, sets)
     candidates |= {step: (_step, pairs) for step, pairs in parts.recorded.items()}
+    if parts_of_cute:
+        candidates |= {step + _IN_CUTE: (_step, pairs) for step, pairs in parts_of_cute.recorded.items() if step in ("up", "down")}
     timers = {label: CudaTimer(call, own, protocol) for label, (call, own) in candidates.items()}
     of = bounds(case, work)
     layer = (work.traffic, work.flops)
     for label, timing in interleave(timers, protocol.samples).items():
-        moved, flops = of.get(label, layer)
+        moved, flops = of.get(label.removesuffix(_IN_CUTE), layer)
         seconds = timing.median * 1e-6
         old = rows.get(label, Row(_PART, name, label))
         note = old.note or f"bound {_microseconds(case, (moved, flops)):.1f} us"
@@ -211,7 +244,8 @@ def _decision(case: MoeCase, target: Machine) -> Decision:
 def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
-    parser.add_argument("--only", default="", help="cases whose words contain this")
+    parser.add_argument("--only", default="", help="cases whose words contain this, or one of several with | between them")
+    parser.add_argument("--cute", action="store_true", help="time products in CuTe-DSL beside the others")
     add_build_options(parser)
     add_run_options(parser, _JSON)
     options = parser.parse_args(words)
@@ -220,6 +254,9 @@ def main(words: list[str]) -> int:
     chosen = cases(options.tokens, options.only)
     target = target_of("cuda") if torch.cuda.is_available() else replace(Machine.parse("sm_90a"), sm_count=132)
     specs = dict.fromkeys(spec for case in chosen for spec in specs_of(_decision(case, target)))
+    if options.cute:
+        with by_cute():
+            specs |= dict.fromkeys(spec for case in chosen if case.recipe == "bf16" for spec in specs_of(_decision(case, target)))
     for spec, reason in prebuild(specs, options.processes).items():
         print(f"{spec.name} does not compile: {reason}")
     print(f"{len(specs)} kernels of {len(chosen)} layers are compiled ({time.perf_counter() - start:.1f} s)", flush=True)
@@ -236,7 +273,7 @@ def main(words: list[str]) -> int:
     for case in chosen:
         if str(case) in {r.problem for r in kept} or time.perf_counter() - start > options.budget:
             continue
-        done = replace(done, rows=(*done.rows, *measured(case, protocol)))
+        done = replace(done, rows=(*done.rows, *measured(case, protocol, options.cute)))
         results.write(done, options.json)
         print(shown(case, done.rows), flush=True)
         torch.cuda.empty_cache()

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Schedules of attention/prefill_sm90 beside the ones in use, cuDNN and FlashAttention-4.
+"""Schedules of attention/prefill_sm90 beside the ones in use, cuDNN, FlashAttention-4 and FlashInfer's FA3.
 
     python tools/bench/prefill_variants.py --budget 150                  into tools/bench/results/h200_prefill_variants.json
     python tools/bench/prefill_variants.py --budget 150 --resume         the rest of it
     python tools/bench/prefill_variants.py --only "d=256" --samples 9    problems whose line contains the text
+    FLASHINFER_FA3_DIMS="128" python tools/bench/prefill_variants.py --limit 1    what is in use beside all peers
     python tools/bench/prefill_variants.py --prebuild-only               compile all kernels (no GPU needed), in several processes
 
 Every config of a problem is held against the float64 reference (first and last head of the first and last request), then all that are
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -50,6 +52,8 @@ from kernelgen.testing.tolerance import Comparison, compare  # noqa: E402
 _JSON = Path(__file__).parent / "results" / "h200_prefill_variants.json"
 _SUITE = "prefill-variants"
 _BF16 = torch.bfloat16
+# Head dims of FlashInfer's FA3 modules that are compiled: each takes a minute of 16 cores, so what they are is asked for ("64 128").
+_FLASHINFER = tuple((int(d), int(d)) for d in os.environ.get("FLASHINFER_FA3_DIMS", "").split())
 
 
 @dataclass(frozen=True)
@@ -213,10 +217,31 @@ def peers_of(case: Case, device: str) -> dict[str, Callable[[Operands], torch.Te
                                           max_seqlen_q=max(case.lens), max_seqlen_k=max(case.lens), causal=case.causal)[0]
 
         found["flash-attn-4"] = flash
+    if case.dims in _FLASHINFER and not not_installed("flashinfer"):
+        found["flashinfer-fa3"] = flashinfer_fa3(case, device)
     return found
 
 
-def measured(case: Case, protocol: Protocol, target: Target, kernel_of: Callable[[KernelSpec], Any] = build.kernel) -> list[Row]:
+def flashinfer_fa3(case: Case, device: str) -> Callable[[Operands], torch.Tensor]:
+    """Planned once, as an engine would; dense calls are requests of equal lengths to it."""
+    from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
+
+    memory = torch.empty(256 << 20, dtype=torch.uint8, device=device)
+    wrapper = BatchPrefillWithRaggedKVCacheWrapper(memory, "NHD", backend="fa3")
+    starts = cu_seqlens(case.lens, device)
+    d, dv = case.dims
+    wrapper.plan(starts, starts, case.heads, case.heads // case.group, d, head_dim_vo=dv, causal=case.causal, q_data_type=_BF16,
+                 kv_data_type=_BF16)
+
+    def call(o: Operands) -> torch.Tensor:
+        q, k, v, out = (x.flatten(0, -3) for x in o[:4])
+        return wrapper.run(q, k, v, out=out).view_as(o.out)  # type: ignore[no-any-return]
+
+    return call
+
+
+def measured(case: Case, protocol: Protocol, target: Target, kernel_of: Callable[[KernelSpec], Any] = build.kernel,
+             limit: int | None = None) -> list[Row]:
     """Rows of one problem: the config in use first, then the others, then the peers."""
     generator = torch.Generator(device=protocol.device).manual_seed(protocol.seed)
     size = sum(x.numel() for x in operands_of(replace(case, lens=(1,)), generator)[:4]) * sum(case.lens) * 2
@@ -235,7 +260,7 @@ def measured(case: Case, protocol: Protocol, target: Target, kernel_of: Callable
         return call
 
     peers = peers_of(case, protocol.device)
-    makers: dict[str, Callable[[], Any]] = {str(c): partial(bound, c) for c in configs_of(case, target)}
+    makers: dict[str, Callable[[], Any]] = {str(c): partial(bound, c) for c in configs_of(case, target)[:limit]}
     makers |= {name: partial(peers.__getitem__, name) for name in peers}
     for name, make in makers.items():
         try:
@@ -299,6 +324,7 @@ def table(rows: Sequence[Row]) -> list[str]:
 def parsed(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="TEXT", help="only problems whose line contains TEXT")
+    parser.add_argument("--limit", type=int, help="at most so many configs of a problem: 1 is what is in use")
     add_build_options(parser)
     add_run_options(parser, _JSON, samples=5)
     return parser.parse_args(words)
@@ -309,7 +335,8 @@ def main(words: Sequence[str]) -> int:
     logging.basicConfig(format="%(message)s")
     target = target_of("cuda") if torch.cuda.is_available() else replace(Target.parse("sm_90a"), sm_count=132)
     wanted = [case for case in cases() if options.only in str(case)]
-    specs = dict.fromkeys(prefill_sm90.spec(case.problem(), target, config) for case in wanted for config in configs_of(case, target))
+    specs = dict.fromkeys(prefill_sm90.spec(case.problem(), target, config) for case in wanted
+                          for config in configs_of(case, target)[: options.limit])
     failed = prebuild(specs, options.processes)
     for spec, reason in failed.items():
         print(f"{spec.name} does not compile: {reason}", file=sys.stderr)
@@ -328,7 +355,7 @@ def main(words: Sequence[str]) -> int:
     done, there = Results(command, protocol.as_dict(), kept, commit=commit, dirty=dirty), {row.problem for row in kept}
     left = [case for case in wanted if str(case) not in there]
     while left and time.perf_counter() - start <= options.budget:
-        done = replace(done, rows=(*done.rows, *measured(left.pop(0), protocol, target)))
+        done = replace(done, rows=(*done.rows, *measured(left.pop(0), protocol, target, limit=options.limit)))
         results.write(done, options.json)
         torch.cuda.empty_cache()
     print("\n".join(table(done.rows)))

@@ -142,7 +142,7 @@ def _with_search(configs: Iterable[Sm90Config], problem: AttentionProblem, targe
 
 def spec(problem: AttentionProblem, target: Target, config: Config) -> KernelSpec:
     """The specialisation: dtype, head dims, features in use and config; nothing that varies per call."""
-    p, c = problem, config
+    p, c = problem, replace(config, section=Config.section)  # which is a scalar
     tile = mma.Config(c.block_q, c.block_k, 4 * c.consumers, c.stages)
     options = mma.options(p, tile, ragged=p.layout == "ragged", kv_lens=p.kv_lens, out_element=p.out_dtype)
     words = mma.words_of(options, tile)[:-len(str(tile).split())]

@@ -15,6 +15,7 @@ from typing import Any
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels import counters
 from kernelgen.kernels.base import KernelFamily
+from kernelgen.kernels.gemm import row_totals
 from kernelgen.kernels.gemm.activations import splits
 from kernelgen.kernels.gemm.dense_configs import FITS, GATHERED, GROUPED, MEASURED, QUANTIZING, Config, Fit, Measured
 from kernelgen.kernels.gemm.mma import RESERVED_SHARED_MEMORY
@@ -151,6 +152,7 @@ def legal(problem: GemmProblem, target: Target, config: Config) -> Verdict:
         (c.split_k == 1 or c.blocks == c.split_k and not c.pingpong,
          f"config {c}: blocks that share K have one tile, and nothing to multicast or to take turns in"),
         (c.split_k == 1 or not quantizes(problem), f"config {c}: blocks that share K write no codes"),
+        (c.split_k == 1 or not row_totals.reduces(problem), f"config {c}: blocks that share K do not reduce rows, as epilogue asks for"),
         (c.split_k == 1 or problem.out_alignment == 16 or problem.out_dtype == "fp32",
          f"config {c}: blocks that share K write 16 bytes at a time, rows of c or out are aligned to {problem.out_alignment}"),
         (c.split_k <= -(-problem.k // depth(problem)),
@@ -330,7 +332,7 @@ def spec_of(problem: GemmProblem, target: Target, config: Config, entry: str, gr
         entry=entry, grouping=grouping)
     return KernelSpec.make(
         "_".join([entry, *words(p), *str(c).split()]), "gemm/dense_sm90.cu.jinja", "nvrtc", parameters,
-        params=PARAMS, params_type="kernelgen::DenseSm90Params", entries=(entry,), target=target,
+        params=PARAMS, params_type="kernelgen::DenseSm90Params", entries=(entry, *row_totals.entries(p)), target=target,
     )
 
 
@@ -384,13 +386,15 @@ def closure(problem: GemmProblem, config: Config, kernel: Any, tensors: Any, til
     if dealt and t.a.device.type == "cuda":
         counters.provide(device)
 
-    def run(t: Any) -> None:
+    def run(t: Any, parts: Any = None) -> None:
+        if parts is not None:
+            t = t._replace(c=parts)
         counter, memory = counters.counter(device) if dealt else (0, None)
         launch(blank + pack(*pointers(t), t.out_scale.data_ptr() if codes else 0, t.ends.data_ptr() if grouped else 0,
                             t.rows.data_ptr() if with_rows else 0, counter, t.row_weights.data_ptr() if scattered else 0) + tail)
         del memory
 
-    return run
+    return row_totals.with_totals(p, -(-p.outputs // c.outputs(p.gated)), run, kernel, device, programmatic=True)
 
 
 def _scales_fit_tma(problem: GemmProblem, t: Any) -> bool:

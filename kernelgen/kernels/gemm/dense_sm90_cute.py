@@ -16,6 +16,7 @@ import torch
 
 from kernelgen.kernels.base import KernelFamily
 from kernelgen.kernels.gemm.mma import RESERVED_SHARED_MEMORY
+from kernelgen.kernels.gemm.row_totals import partials
 from kernelgen.kernels.gemm.sm90 import MMA_ROWS, ROW_BYTES, round_up, supports_common
 from kernelgen.params import ParamStruct
 from kernelgen.problems.gemm import GemmProblem
@@ -164,13 +165,14 @@ def spec(problem: GemmProblem, target: Target, config: Config, epilogue: TracedE
     """``epilogue``: in the place of what the problem asks for."""
     p, c, e = problem, config, epilogue or _epilogue(problem)
     parameters: dict[str, Any] = {
+        "kinds": e.kinds,
         "operand": _DSL[p.a_dtype], "output": _DSL[p.out_dtype], "block_n": c.block_n, "repeats": c.repeats, "consumers": c.consumers,
         "stages": c.stages, "cluster_m": c.cluster_m, "cluster_n": c.cluster_n, "pingpong": c.pingpong, "slabs": c.slabs, "band": c.band,
         "batched_b": p.batched_b, "gated": p.gated, "epilogue": e.code, "extra": tuple(zip(e.names, e.declarations)),
         "stand_ins": e.stand_ins, "given": "".join(f", extra_{name}" for name in e.names),
     }
     words = ["gemm_dense_sm90_cute", p.a_dtype, p.out_dtype, "batched" if p.batched_b else "",
-             p.activation if p.gated else "", f"e{e.digest}" if e.result.op != "score" else "", *str(c).split()]
+             p.activation if p.gated else "", f"e{e.digest}" if e.result.op != "score" or e.totals else "", *str(c).split()]
     return KernelSpec.make("_".join(w for w in words if w), "gemm/dense_sm90_cute.py.jinja", "cutedsl", parameters, params=ParamStruct(()),
                            params_type="", entries=("gemm",), target=target)
 
@@ -194,6 +196,11 @@ def view_of(sample: torch.Tensor) -> Callable[[Any], torch.Tensor]:
 def bind(problem: GemmProblem, config: Config, kernel: Any, tensors: GemmTensors) -> Callable[[GemmTensors], None]:
     """The closure of a repeated call."""
     e = _epilogue(problem)
+    if e.totals:
+        tiles = -(-problem.outputs // (config.block_n // (2 if problem.gated else 1)))
+        return _closure(config, kernel, tensors,
+                        lambda t: [partials(problem, t, tiles), t.totals, *(t.epilogue.tensors[x.name] for x in e.tensors)],
+                        lambda t: [t.epilogue.scalars[x.name] for x in e.scalars])
     if problem.epilogue is not None:
         return _closure(config, kernel, tensors, lambda t: [t.epilogue.tensors[x.name] for x in e.tensors],
                         lambda t: [t.epilogue.scalars[x.name] for x in e.scalars])

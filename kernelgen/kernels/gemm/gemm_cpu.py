@@ -15,6 +15,7 @@ import torch
 from kernelgen.dtypes import DTYPES
 from kernelgen.kernels.base import KernelFamily
 from kernelgen.kernels.gemm.activations import ACTIVATION_NAMES, activation_words, added, function_parameters, gate_name
+from kernelgen.kernels.gemm.row_totals import with_totals
 from kernelgen.params import ParamStruct
 from kernelgen.problems.gemm import FUNCTION, MORE_ACTIVATIONS, GemmProblem, GroupedGemmProblem
 from kernelgen.specs import KernelSpec
@@ -349,14 +350,14 @@ def bind(
     pack = PARAMS.pointer_packer.pack
     work = entries * p.m * p.outputs + quantize_tasks if p.out_scale else 0
 
-    def run(t: GemmTensors | GroupedGemmTensors) -> None:
+    def run(t: Any, parts: torch.Tensor | None = None) -> None:
         sums = torch.empty(work, dtype=torch.float32, device="cpu") if work else t.out
         launch(pack(
             t.a.data_ptr(), t.b.data_ptr(), _address(added(p, t)), _address(t.c), sums.data_ptr(), _address(t.scale_a), _address(t.scale_b),
-            _address(t.zero_b), _address(t.ends) if grouped else 0, t.out.data_ptr() if work else 0, _address(t.out_scale),  # type: ignore[union-attr]
+            _address(t.zero_b), _address(t.ends) if grouped else 0, t.out.data_ptr() if work else _address(parts), _address(t.out_scale),
         ) + tail)
 
-    return run
+    return with_totals(p, tasks_n, run)
 
 
 def _address(t: torch.Tensor | None) -> int:

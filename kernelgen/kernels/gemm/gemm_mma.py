@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from kernelgen.kernels.base import KernelFamily
+from kernelgen.kernels.gemm import row_totals
 from kernelgen.kernels.gemm.mma import (
     MAX_BLOCKS,
     PARAMS,
@@ -69,7 +70,7 @@ def spec(problem: GemmProblem, target: Target, config: Config) -> KernelSpec:
         name, parameters = f"{name}_{quantize.words}", parameters | quantize.parameters(template)
     return KernelSpec.make(
         name, TEMPLATE if quantize else template, "nvrtc", parameters, params=PARAMS, params_type=PARAMS_TYPE,
-        entries=(ENTRY, *(quantize.entries if quantize else ())), target=target)
+        entries=(ENTRY, *(quantize.entries if quantize else row_totals.entries(problem))), target=target)
 
 
 def bind(problem: GemmProblem, config: Config, kernel: Any, tensors: GemmTensors) -> Callable[[GemmTensors], None]:
@@ -78,7 +79,11 @@ def bind(problem: GemmProblem, config: Config, kernel: Any, tensors: GemmTensors
         tensors.a.device.index or 0, grid=(_blocks(problem, config), 1, 1), block=(config.threads, 1, 1),
         shared_memory=config.shared_memory(form_of(problem)))
     quantize = _requantization(problem, kernel.spec.target)
-    return closure(problem, config, launch, tensors, quantize.bind(kernel, tensors) if quantize else None)
+    run = closure(problem, config, launch, tensors, quantize.bind(kernel, tensors) if quantize else None)
+    # Of a row in a warp, which leaves one partial: PartsOf::leave of the header.
+    pieces = config.warp_tile[1] // (16 if problem.gated else 8)
+    tiles = -(-problem.outputs // (8 * (pieces if pieces & (pieces - 1) == 0 else 1)))
+    return row_totals.with_totals(problem, tiles, run, kernel, tensors.a.device.index or 0)
 
 
 def coverage() -> Iterable[tuple[GemmProblem, Config | None]]:

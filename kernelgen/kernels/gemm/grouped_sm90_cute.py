@@ -41,6 +41,7 @@ _ACTIVATIONS: dict[str | None, Callable[[Any], Any]] = {
     **_PLAIN, "relu2": lambda x: torch.relu(x) * torch.relu(x), **{name: _floored(name) for name in ("silu", "gelu", "gelu_tanh")}}
 _SMS = 132  # of an H200, where a target does not say
 _DEALT_ROWS = 2  # tiles of a group, if all are equal, as grouped_sm90 has it
+_GATHERING = 320  # columns (H200, 2026-12-01: 366 us by 128x256, 500 and 533 by 128x128 of 32,768 rows, N 1536, K 2048)
 _GATHERED_ROWS = 128  # of a tile, whose addresses fit into the registers of the warps that bring them
 
 
@@ -103,7 +104,12 @@ def candidates(problem: GroupedGemmProblem, target: Target) -> Iterator[Config]:
         along_m, along_n = -(-expected.m // c.block_m), -(-p.outputs // (c.block_n // (2 if p.gated else 1)))
         return p.grouping == "rows" and along_m <= _DEALT_ROWS and along_m * along_n * min(p.batch, p.m) > (target.sm_count or _SMS)
 
-    ranked = sorted(_CONFIGS, key=lambda c: _work(expected, target, c))
+    def cost(c: Config) -> float:
+        """Bringing gathered rows takes as long as the products of so many columns, whatever the tile's are."""
+        gathering = _GATHERING * min(expected.m, c.block_m) / (c.block_m * c.block_n) if p.gathered else 0.0
+        return _work(expected, target, c) * max(1.0, gathering)
+
+    ranked = sorted(_CONFIGS, key=cost)
     return (c for c in (replace(c, dealt=dealt(c)) for c in ranked) if legal(p, target, c))
 
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from kernelgen.dtypes import DTYPES
+from kernelgen.kernels.gemm import row_totals
 from kernelgen.kernels.gemm.activations import ACTIVATION_NAMES, activation_words, added, function_parameters, gate_name, splits
 from kernelgen.params import ParamStruct
 from kernelgen.problems.gemm import FUNCTION, MORE_ACTIVATIONS, GemmProblem
@@ -287,7 +288,8 @@ def operand_parameters(problem: GemmProblem, grouping: str = "kNone") -> dict[st
         element_a=p.a_dtype, element_b=_ELEMENTS.get(p.b_dtype, p.b_dtype), product=p.a_dtype if p.a_dtype in HALVES else "fp16",
         out=DTYPES[out_dtype].cuda, bias_type=DTYPES[p.bias_dtype or out_dtype].cuda, c_type=DTYPES[p.c_dtype or out_dtype].cuda,
         scale_type=_SCALE_TYPES.get(scale) or DTYPES[scale].cuda, activation=ACTIVATION_NAMES[p.activation], gate=gate_name(p),
-        grouping=grouping, **function_parameters(p), clamped=p.clamped, bias=p.bias, accumulate=p.accumulate_c, vector_out=_vector_out(p),
+        grouping=grouping, **function_parameters(p), **row_totals.parameters(p), clamped=p.clamped, bias=p.bias,
+        accumulate=p.accumulate_c, vector_out=_vector_out(p),
     )
 
 
@@ -346,11 +348,11 @@ def _addresses(problem: GemmProblem) -> Callable[[Any, torch.Tensor, int], bytes
     pack = PARAMS.pointer_packer.pack
     scaled = form.row_scales or form.block_scales_b
     scaled_a = scaled and p.weight_format is None
-    with_bias = p.bias or p.epilogue is not None
+    with_bias, with_c = p.bias or p.epilogue is not None, p.accumulate_c or row_totals.reduces(p)
 
     def pointers(t: Any, out: torch.Tensor, ends: int) -> bytes:
         return pack(
-            t.a.data_ptr(), t.b.data_ptr(), added(p, t).data_ptr() if with_bias else 0, t.c.data_ptr() if p.accumulate_c else 0,
+            t.a.data_ptr(), t.b.data_ptr(), added(p, t).data_ptr() if with_bias else 0, t.c.data_ptr() if with_c else 0,
             out.data_ptr(), t.scale_a.data_ptr() if scaled_a else 0, t.scale_b.data_ptr() if scaled else 0,
             t.zero_b.data_ptr() if form.zero else 0, ends)
 
@@ -365,7 +367,9 @@ def closure(
     tail, pointers = PARAMS.pack_scalars(scalars(problem, config, tensors)), _addresses(problem)
     grouped, shape, device = problem.op == "grouped_gemm", tuple(tensors.out.shape), tensors.out.device
 
-    def run(t: Any) -> None:
+    def run(t: Any, parts: torch.Tensor | None = None) -> None:
+        if parts is not None:
+            t = t._replace(c=parts)  # where the kernel finds them
         ends = t.ends.data_ptr() if grouped else 0
         if quantize is None:
             launch(pointers(t, t.out, ends) + tail)

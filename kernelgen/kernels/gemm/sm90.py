@@ -10,6 +10,7 @@ import torch
 
 from kernelgen.dtypes import DTYPES
 from kernelgen.errors import LayoutError
+from kernelgen.kernels.gemm import row_totals
 from kernelgen.kernels.gemm.activations import ACTIVATION_NAMES, activation_words, added, function_parameters, gate_name, splits
 from kernelgen.kernels.gemm.requantize import TEMPLATE, Requantization
 from kernelgen.problems.gemm import FUNCTION, MORE_ACTIVATIONS, GemmProblem
@@ -116,7 +117,7 @@ def options(problem: GemmProblem, columns: int, **config: Any) -> dict[str, Any]
     return dict(
         element=p.a_dtype, out=out, bias_type=DTYPES[p.bias_dtype].cuda if p.bias_dtype else out,
         c_type=DTYPES[p.c_dtype].cuda if p.c_dtype else out, activation=ACTIVATION_NAMES[p.activation], gate=gate_name(p),
-        **function_parameters(p), clamped=p.clamped,
+        **function_parameters(p), **row_totals.parameters(p), clamped=p.clamped,
         row_a=p.a_order == "row", row_b=p.b_order == "row", bias=p.bias, accumulate=p.accumulate_c,
         scales=p.scales in ("tensor", "row"), block_scales=p.scales in BLOCK_RECIPES, scale_columns=BLOCK_RECIPES.get(p.scales or "", 1),
         promote=promotes(p),
@@ -184,7 +185,8 @@ def quantized(problem: Problem, sample: Any, quantize: Quantize,
 
 def addresses(problem: GemmProblem) -> Callable[[Any], tuple[int, ...]]:
     """The pointers of Params, in order, of the tensors of a call."""
-    with_bias, with_c, scaled = problem.bias or problem.epilogue is not None, problem.accumulate_c, problem.scales is not None
+    with_bias, scaled = problem.bias or problem.epilogue is not None, problem.scales is not None
+    with_c = problem.accumulate_c or row_totals.reduces(problem)  # partials of totals, which dense_sm90 has in c's place
 
     def of(t: Any) -> tuple[int, ...]:
         return (

@@ -26,7 +26,9 @@ from kernelgen.dispatch.timings import Timings
 from kernelgen.dispatch.trials import Bench, Outcome, Trial
 from kernelgen.dispatch.tuning import Options, Worker
 from kernelgen.errors import SettingsError
+from kernelgen.ops.moe import describe_moe
 from kernelgen.targets import target_of
+from kernelgen.testing.moe_layer import layer
 
 HERE = target_of("cpu")
 
@@ -57,6 +59,42 @@ def test_a_block_measures_what_is_called_in_it() -> None:
         kernelgen.gemm(a, b)
     assert not again.tuned and "had been measured before" in str(again)
     assert measured.tuner is None
+
+
+class _Asked:
+    """In the place of a Worker: what was asked of it."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, Any, int]] = []
+
+    def run(self, problem: Any, target: Any, indices: Any, trials: list[Trial]) -> list[Outcome]:
+        self.asked.append((problem.n, indices, len(trials)))
+        return [Outcome(t, 7.0) for t in trials]
+
+    def stop(self) -> None:
+        pass
+
+
+def test_a_layers_products_are_measured() -> None:
+    """With groups as the call's routing makes them, and for its own later choice."""
+    c = layer(20, 4, 2, 32, 48, torch.float32, activation="swiglu_oai", biases=torch.float32)
+    options: dict[str, Any] = dict.fromkeys(("alpha", "limit", "scale13", "scale2", "shared", "out"))
+    problem, tensors = describe_moe(**options, **c, gate_up="gate_first", expert_map=[3, -1, 0, 1], weights_on_input=False,
+                                    deterministic=True)
+    with kernelgen.tune(samples=1, configs=1) as report:
+        tuner: Any = measured.tuner
+        tuner._worker = worker = _Asked()
+        tuner(problem, HERE, tensors)
+        tuner(problem, HERE, tensors)
+        tuner.named(problem)
+    assert [(t.problem.op, t.problem.n) for t in report.tuned] == [("grouped_gemm", 96), ("grouped_gemm", 32)], report
+    assert [reason for reason in report.left.values() if "its backend is named" in reason] and len(report.left) == 1
+    counts = [int((c["ids"] == e).sum()) for e in (2, 3, 0)]
+    assert worker.asked == [(n, {"ends": [counts[0], sum(counts[:2]), sum(counts[:2]), sum(counts)]}, 1) for n in (96, 32)]
+    assert str(kernelgen.explain("moe", **c)).count("7 us measured") == 2
+    with kernelgen.tune(samples=1) as again:
+        measured.tuner(problem, HERE, tensors)  # type: ignore[misc]
+    assert not again.tuned and not again.left
 
 
 def test_illegal_options_and_nested_blocks() -> None:

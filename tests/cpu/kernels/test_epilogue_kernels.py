@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from kernelgen.kernels.gemm import dense_sm90, dense_sm90_cute, gemm_cpu, gemm_m
 from kernelgen.settings import settings
 from kernelgen.targets import Target, target_of
 from kernelgen.testing.cuda_emulator import EmulatedKernel
-from kernelgen.testing.epilogues import EPILOGUES
+from kernelgen.testing.epilogues import EPILOGUES, TOTALS
 from kernelgen.testing.installed import toolchain_installed
 from kernelgen.testing.mma_products import Product, make, problem_of, run_product
 from kernelgen.testing.ptx_emulator import EmulatedCute
@@ -34,8 +35,7 @@ def _case(name: str, index: int, **more: Any) -> Product:
     return Product(m, n, k, "bf16", epilogue=name, batch=2 if name == "residual" else 1, gate_up=gate_up, **more)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
-@pytest.mark.parametrize("name", EPILOGUES)
+@pytest.mark.parametrize("name, dtype", [*product(EPILOGUES, ("fp32", "bf16", "fp64")), *product(TOTALS, ("bf16",))])
 def test_in_generated_cpp(name: str, dtype: str) -> None:
     for index in range(3):
         case = replace(_case(name, index), a=dtype, out=dtype, pad=index)
@@ -43,22 +43,28 @@ def test_in_generated_cpp(name: str, dtype: str) -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-@pytest.mark.parametrize("family", ["gemm_mma"])
-@pytest.mark.parametrize("name", EPILOGUES)
+@pytest.mark.parametrize("name, family", [*product((*EPILOGUES, *TOTALS), ("gemm_mma",)), *product(TOTALS, ("dense_sm90",))])
 def test_lane_by_lane(name: str, family: str) -> None:
     folder: Path = settings().cache_dir / "emulated"
     kernels, configs = CONFIGS[family]
     for index, config in enumerate(configs):
+        if family == "dense_sm90" and config.split_k > 1:  # whose exchange of sums is not emulated
+            continue
         case = _case(name, index)
         run_product(case, kernels, HOPPER, lambda spec, seed=case.seed: EmulatedKernel(spec, folder, True, seed), config)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None or not toolchain_installed("cutedsl"), reason="needs g++ and CuTe-DSL")
 def test_in_cute_dsl() -> None:
-    """Its compiled kernel, host side included, by the emulator of PTX."""
-    case, folder = Product(70, 272, 72, "bf16", epilogue="residual", batch=2), settings().cache_dir / "emulated_ptx"
-    run_product(case, dense_sm90_cute.FAMILY, HOPPER, lambda spec: EmulatedCute(spec, folder, seed=case.seed),
-                dense_sm90_cute.Config(1, 2, 128, 3))
+    """Its compiled kernel, host side included, by the emulator of PTX; totals over rows with tiles that end past the last column, and in
+    clusters tiles that have none."""
+    folder = settings().cache_dir / "emulated_ptx"
+    for case, config in (
+        (Product(70, 272, 72, "bf16", epilogue="residual", batch=2), dense_sm90_cute.Config(1, 2, 128, 3)),
+        (Product(150, 328, 72, "bf16", epilogue="norm", batch=2), dense_sm90_cute.Config(1, 2, 128, 3, cluster_n=2, pingpong=True)),
+        (Product(200, 272, 136, "fp16", epilogue="gate_total"), dense_sm90_cute.Config(2, 2, 128, 3)),
+    ):
+        run_product(case, dense_sm90_cute.FAMILY, HOPPER, lambda spec, seed=case.seed: EmulatedCute(spec, folder, seed=seed), config)
 
 
 def test_what_cute_dsl_does_not_have() -> None:
@@ -72,12 +78,18 @@ def test_for_the_chip() -> None:
     """No spills, by the configs that dispatch takes."""
     specs = []
     for index, (kernels, _) in enumerate(CONFIGS.values()):
-        for name in EPILOGUES:
+        for name in (*EPILOGUES, TOTALS[0]):
             case = Product(2048, 2048, 512, "bf16", epilogue=name, gate_up=("gate_first", "interleaved")[index])
             problem = problem_of(case, make(replace(case, m=8, n=16, k=8))[0])
             problem = replace(problem, alignment=16, out_alignment=16)
             specs.append(kernels.spec(problem, HOPPER, next(iter(kernels.candidates(problem, HOPPER)))))
     assert not {name: row for name, row in measured(specs).items() if row["spill_bytes"]}
+
+
+def test_blocks_that_share_k_do_not_reduce() -> None:
+    case = Product(64, 64, 512, "bf16", epilogue="norm")
+    verdict = dense_sm90.FAMILY.legal(problem_of(case, make(case)[0]), HOPPER, dense_sm90.Config(1, 1, 64, 3, split_k=2))
+    assert not verdict and "do not reduce rows" in verdict.reason
 
 
 def test_a_function_is_no_activation() -> None:

@@ -24,7 +24,7 @@ from kernelgen.testing.grouped_products import Grouped, prepared, run_grouped
 from kernelgen.testing.installed import toolchain_installed
 from kernelgen.testing.mma_products import Product
 from kernelgen.testing.moe_layer import layer
-from kernelgen.testing.numbered_rows import run_gathered, run_layer, run_scattered
+from kernelgen.testing.numbered_rows import run_forced_layer, run_gathered, run_layer, run_scattered
 from kernelgen.testing.ptx_emulator import EmulatedCute
 from kernelgen.testing.tolerance import assert_bits_equal
 
@@ -75,3 +75,16 @@ def test_products_of_a_layer() -> None:
     """What moe/layer hands to a repeated call are tensors of other shapes, and addresses within its workspace."""
     run_layer(layer(9, 4, 2, 64, 48), FAMILY, Config(1, 1, 128, 2), HOPPER, _load,
               lambda spec: EmulatedKernel(spec, settings().cache_dir / "emulated"))
+
+
+def test_a_layer_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the configs that dispatch takes: fp16, biases, a clamped gate whose columns take turns; most slots at one
+    expert, some at nobody's."""
+    words = torch.zeros(2, dtype=torch.int32)
+    monkeypatch.setattr(grouped_sm90_cute, "_SMS", 3)
+    monkeypatch.setattr(counters, "counter", lambda device: (words.data_ptr(), words))
+    c = layer(9, 5, 2, 40, 48, torch.float16, activation="swiglu_oai", biases=torch.float32)
+    c["ids"][:8, 0], c["ids"][3:, 1] = 2, -1
+    run_forced_layer(c | {"gate_up": "interleaved"}, ("moe/layer", FAMILY.name), replace(HOPPER, sm_count=3),
+                     lambda spec: _load(spec, (words,)), lambda spec: EmulatedKernel(spec, settings().cache_dir / "emulated"))
+    assert words.tolist() == [0, 0]

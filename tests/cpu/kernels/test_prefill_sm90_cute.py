@@ -155,3 +155,7 @@ def test_variants_as_text() -> None:
 if __name__ == "__main__":
     for name, report in compiled([*covered(kernel.FAMILY, H200), *(_spec(p, c) for p, c, _ in TABLE)]).items():
         print(name, report["registers"], report["stack_bytes"])
+
+
+def test_sections_of_heads_have_one_kernel() -> None:
+    assert kernel.spec(BASE, H200, Config(2, 128, section=64)) == kernel.spec(BASE, H200, Config(2, 128))

@@ -24,6 +24,7 @@
 #include <kernelgen/cuda/warp.cuh>
 #include <kernelgen/gemm/gate.cuh>
 #include <kernelgen/gemm/quantized_rows_sm90.cuh>
+#include <kernelgen/gemm/row_totals.cuh>
 #include <kernelgen/gemm/tiles_sm90.cuh>
 #include <kernelgen/sm90/barrier.cuh>
 #include <kernelgen/sm90/reduce.cuh>
@@ -211,19 +212,25 @@ struct DenseEpilogue {
     }
   }
 
+  using Parts = RowParts<typename Options::Function, 2>;
+
   // The user's, whose arguments are where a bias would be; `i`: of the four of a thread, two rows apart by 8.
-  __device__ static float call_function(const DenseSm90Params& p, const Extras& extras, float x, float y, int column, int i) {
-    return Options::Function::value(x, y, {extras.batch, extras.row + i / 2 * 8, column}, static_cast<const int64_t*>(p.bias));
+  __device__ static float call_function(const DenseSm90Params& p, const Extras& extras, float x, float y, int column, int i, Parts& parts) {
+    if constexpr (TotalsOf<typename Options::Function>::kCount > 0) {
+      return parts.value(x, y, extras.batch, extras.row + i / 2 * 8, column, p.bias, column < (kGated ? p.n / 2 : p.n), i / 2);
+    } else {
+      return Options::Function::value(x, y, {extras.batch, extras.row + i / 2 * 8, column}, static_cast<const int64_t*>(p.bias));
+    }
   }
 
-  __device__ static float gated(const DenseSm90Params& p, float gate, float up, const Extras& extras, int column, int i) {
-    if constexpr (kFunction) return call_function(p, extras, gate, up, column, i);
+  __device__ static float gated(const DenseSm90Params& p, float gate, float up, const Extras& extras, int column, int i, Parts& parts) {
+    if constexpr (kFunction) return call_function(p, extras, gate, up, column, i, parts);
     else return activate_gate<Options::kActivation, Options::kClamped>(gate, up, p.alpha, p.limit);
   }
 
   // Of the eight outputs from `column` on, those of this thread: y[0], y[1] of its upper row, y[2], y[3] of the lower one.
   __device__ static void outputs(float (&y)[4], const float (&sums)[kSums], const DenseSm90Params& p, const Extras& extras, int tile,
-                                 int first_output) {
+                                 int first_output, Parts& parts) {
     const int pair = lane_id() % 4, column = first_output + 8 * tile + 2 * pair;
     if constexpr (kSplit) {
       const int up_first = kGate == Gate::kUpFirst, half = p.n / 2;
@@ -231,7 +238,7 @@ struct DenseEpilogue {
       product(gate, sums + 4 * tile, p, extras, column + (up_first ? half : 0), 8 * tile + 2 * pair);
       product(up, sums + 4 * tile + kSums / 2, p, extras, column + (up_first ? 0 : half), kOutputs + 8 * tile + 2 * pair);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) y[i] = gated(p, gate[i], up[i], extras, column + i % 2, i);
+      for (int i = 0; i < 4; ++i) y[i] = gated(p, gate[i], up[i], extras, column + i % 2, i, parts);
     } else if constexpr (kGated) {
       // Product tiles 2 tile and 2 tile + 1 give this lane outputs `pair` and 4 + `pair` of the eight.
       float low[4], high[4], z[2][2];
@@ -241,8 +248,8 @@ struct DenseEpilogue {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int output = first_output + 8 * tile + pair;
-        z[0][r] = gated(p, low[2 * r], low[2 * r + 1], extras, output, 2 * r);
-        z[1][r] = gated(p, high[2 * r], high[2 * r + 1], extras, output + 4, 2 * r);
+        z[0][r] = gated(p, low[2 * r], low[2 * r + 1], extras, output, 2 * r, parts);
+        z[1][r] = gated(p, high[2 * r], high[2 * r + 1], extras, output + 4, 2 * r, parts);
       }
       const int source = lane_id() / 4 * 4 + 2 * pair % 4;
 #pragma unroll
@@ -255,7 +262,7 @@ struct DenseEpilogue {
       product(y, sums + 4 * tile, p, extras, column, 8 * tile + 2 * pair);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if constexpr (kFunction) y[i] = call_function(p, extras, y[i], 0.0f, column + i % 2, i);
+        if constexpr (kFunction) y[i] = call_function(p, extras, y[i], 0.0f, column + i % 2, i, parts);
         else y[i] = activate<Options::kActivation>(y[i]);
       }
     }
@@ -413,7 +420,8 @@ struct DenseEpilogue {
       for (int eight = 0; eight < kColumnsOfScale / 8; ++eight) {
         float y[4];
         if constexpr (Options::kBias || Options::kScales) __syncwarp();  // as kOneByOne
-        outputs(y, sums, p, extras, block / 8 + eight, tile.n);
+        Parts parts;
+        outputs(y, sums, p, extras, block / 8 + eight, tile.n, parts);
         const int at = tile.n + block + 8 * eight + lane_id() % 4 * 2;
         if constexpr (Options::kAccumulate) add_c(y, p, tile, row, at);
 #pragma unroll
@@ -443,6 +451,7 @@ struct DenseEpilogue {
                            int m) {
     const int row = first_row + threadIdx.x / 32 % 4 * 16 + lane_id() / 4, first_output = tile.n;
     const Extras extras = extras_of(p, row, tile, ahead, m);
+    Parts parts;
 #pragma unroll
     for (int column = 0; column < kOutputs; column += kSlabColumns) {
       uint32_t address = 0;
@@ -455,7 +464,7 @@ struct DenseEpilogue {
           if (column + in_slab + 8 * t >= kOutputs) continue;
           const int eight = (column + in_slab) / 8 + t;
           if constexpr (kOneByOne) __syncwarp();
-          outputs(y[t], sums, p, extras, eight, first_output);
+          outputs(y[t], sums, p, extras, eight, first_output, parts);
           if constexpr (kScatter) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) y[t][i] *= ahead.weights[m][i / 2];
@@ -473,6 +482,14 @@ struct DenseEpilogue {
         }
       }
       if constexpr (Options::kTmaOut) end_slab(address, p, tile, first_row, column, ahead, m);
+    }
+    if constexpr (TotalsOf<typename Options::Function>::kCount > 0) {  // to memory that is where c would be
+      const int outputs_end = kGated ? p.n / 2 : p.n, tiles = (outputs_end + kOutputs - 1) / kOutputs;
+      const int64_t step = static_cast<int64_t>(tiles) * p.m, at = tile.batch * step + static_cast<int64_t>(tile.n / kOutputs) * p.m + row;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        parts.template leave<4>(p.c, at + 8 * r, p.groups * step, row + 8 * r < p.m && tile.n < outputs_end, r);
+      }
     }
   }
 

@@ -14,7 +14,7 @@ struct DenseSm90Params {
   const void* b;
   const void* out;
   const void* bias;      // (n), null without
-  const void* c;         // shape of out, null without
+  const void* c;         // shape of out, null without; a user's epilogue: partials of its totals (row_totals.h), written
   const float* scale_a;  // (m) or one; blocks: (m, k / 128)
   const float* scale_b;  // (n) or one; blocks: (k / 128, n or n / 128)
   float* out_scale;      // out of codes: (m, outputs / 128)

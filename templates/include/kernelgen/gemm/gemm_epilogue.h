@@ -6,6 +6,7 @@
 #include "kernelgen/activation/activations.h"
 #include "kernelgen/gemm/gate.cuh"
 #include "kernelgen/gemm/operands.h"
+#include "kernelgen/gemm/row_totals.h"
 #include "kernelgen/gemm/scales.h"
 
 namespace kernelgen {
@@ -76,9 +77,26 @@ struct GemmEpilogue : Options {
     alignas(64) Sum x[V::kLanes], y[V::kLanes] = {};
     V::store(x, value);
     if constexpr (kGated) V::store(y, up);
-    for (int64_t i = 0; i < V::kLanes && i < count; ++i) {
-      x[i] = Options::Function::value(x[i], y[i], {static_cast<int32_t>(batch), static_cast<int32_t>(row), static_cast<int32_t>(column + i)},
-                                      static_cast<const int64_t*>(p.bias));
+    using Function = typename Options::Function;
+    constexpr int kTotals = TotalsOf<Function>::kCount;
+    if constexpr (kTotals > 0) {
+      const auto b = static_cast<int32_t>(batch), r = static_cast<int32_t>(row), c = static_cast<int32_t>(column);
+      Sum parts[kTotals], terms[kTotals];
+      for (int t = 0; t < kTotals; ++t) parts[t] = Function::none(t);
+      for (int32_t i = 0; i < V::kLanes && i < count; ++i) {
+        x[i] = Function::value(x[i], y[i], {b, r, c + i}, static_cast<const int64_t*>(p.bias), terms);
+        for (int t = 0; t < kTotals; ++t) parts[t] = Function::both(t, parts[t], terms[t]);
+      }
+      // Of the task, which comes to a row's columns in their order; the first of them begins its partials.
+      Sum* partial = static_cast<Sum*>(p.codes) + (batch * p.tasks_n + column / p.block_n) * p.m + row;
+      for (int t = 0; t < kTotals; ++t, partial += p.batch * p.tasks_n * p.m) {
+        *partial = column % p.block_n ? Function::both(t, *partial, parts[t]) : parts[t];
+      }
+    } else {
+      for (int64_t i = 0; i < V::kLanes && i < count; ++i) {
+        x[i] = Function::value(x[i], y[i], {static_cast<int32_t>(batch), static_cast<int32_t>(row), static_cast<int32_t>(column + i)},
+                               static_cast<const int64_t*>(p.bias));
+      }
     }
     return V::load(x);
   }

@@ -16,7 +16,7 @@ struct GemmCpuParams {
   const void* scale_b;
   const void* zero_b;   // of packed int4, null for symmetric codes
   const void* ends;     // int32 per group: its end, or (masked) how many of its rows count
-  void* codes;          // quantised output: `out` is then a float workspace
+  void* codes;          // quantised output: `out` is then a float workspace; a user's epilogue: partials of its totals (row_totals.h)
   void* out_scale;      // float
   int64_t a_batch, a_row, a_column;
   int64_t b_batch, b_row, b_column;  // packed b: b_column is in bytes, b_row unused

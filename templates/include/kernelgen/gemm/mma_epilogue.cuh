@@ -6,6 +6,7 @@
 
 #include <kernelgen/cuda/vector_io.cuh>
 #include <kernelgen/gemm/mma_shape.cuh>
+#include <kernelgen/gemm/row_totals.cuh>
 
 namespace kernelgen {
 
@@ -60,15 +61,12 @@ struct MmaEpilogue : MmaShape<Options> {
 
   static constexpr bool kFunction = !is_same_v<typename Options::Function, void>;  // the user's, whose arguments are where a bias would be
 
-  __device__ static float call_function(const GemmMmaParams& p, float x, float y, int64_t batch, int64_t row, int column) {
-    return Options::Function::value(x, y, {static_cast<int32_t>(batch), static_cast<int32_t>(row), column},
-                                    static_cast<const int64_t*>(p.bias));
-  }
+  using Parts = RowParts<typename Options::Function, 1>;
 
   // 8 outputs of one row from the 8 (16 when gated) sums they come from. `column` is the first output's, `count` how many
   // of the 8 exist.
   template <int Sums>
-  __device__ static void finish(const GemmMmaParams& p, float (&sums)[Sums], int64_t batch, int64_t row, int column, int count) {
+  __device__ static void finish(const GemmMmaParams& p, float (&sums)[Sums], int64_t batch, int64_t row, int column, int count, Parts& parts) {
     float values[8];
     const Linear linear(p, batch, row);
 #pragma unroll
@@ -79,11 +77,11 @@ struct MmaEpilogue : MmaShape<Options> {
           gate = linear(gate, gate_column(p, column + i));
           up = linear(up, up_column(p, column + i));
         }
-        if constexpr (kFunction) values[i] = call_function(p, gate, up, batch, row, column + i);
+        if constexpr (kFunction) values[i] = parts.value(gate, up, batch, row, column + i, p.bias, i < count);
         else values[i] = activate_gate<Options::kActivation, Options::kClamped>(gate, up, p.alpha, p.limit);
       } else if constexpr (kFunction) {
         if (Options::kRowScales && i < count) sums[i] = linear(sums[i], column + i);
-        values[i] = call_function(p, sums[i], 0.0f, batch, row, column + i);
+        values[i] = parts.value(sums[i], 0.0f, batch, row, column + i, p.bias, i < count);
       } else {
         if ((Options::kBias || Options::kRowScales) && i < count) sums[i] = linear(sums[i], column + i);
         values[i] = activate<Options::kActivation>(sums[i]);
@@ -166,6 +164,7 @@ struct MmaEpilogue : MmaShape<Options> {
         const int r = piece / kPieces, in_row = piece % kPieces;
         const int64_t row = work.row + warp.m * Shape::kWarpRows + m * 16 + r;
         const int column = work.column + (warp.n * kPieces + in_row) * 8;
+        Parts parts;
         if (piece < 16 * kPieces && row < work.row_end && column < outputs) {
           float total[kSums];
           const float* part = position + r * kSlabPitch + piece_column(in_row);
@@ -177,7 +176,13 @@ struct MmaEpilogue : MmaShape<Options> {
 #pragma unroll
             for (int i = 0; i < kSums; ++i) total[i] += part[k * kSlabFloats + i / 8 * kUp + i % 8];
           }
-          finish(p, total, work.batch, row, column, min(8, outputs - column));
+          finish(p, total, work.batch, row, column, min(8, outputs - column), parts);
+        }
+        if constexpr (TotalsOf<typename Options::Function>::kCount > 0) {  // to memory that is where c would be
+          constexpr int kLanes = (kPieces & (kPieces - 1)) == 0 ? kPieces : 1;
+          const int64_t step = static_cast<int64_t>(ceil_div(outputs, 8 * kLanes)) * p.m;
+          parts.template leave<kLanes>(p.c, work.batch * step + static_cast<int64_t>(column / (8 * kLanes)) * p.m + row, p.groups * step,
+                                       piece < 16 * kPieces && row < work.row_end && column < outputs);
         }
       }
       sync();  // every lane has read the slab before the next 16 rows overwrite it

@@ -17,7 +17,7 @@ struct GemmMmaParams {
   const void* a;
   const void* b;
   const void* bias;  // (n), null without
-  const void* c;     // shape of out, null without
+  const void* c;     // shape of out, null without; a user's epilogue: partials of its totals (row_totals.h), written
   void* out;
   const float* scale_a;
   const void* scale_b;

@@ -136,7 +136,8 @@ struct SplitSums {
           for (int i = 0; i < 4; ++i) y[t][i] = 0.0f;
           continue;
         }
-        Epilogue::outputs(y[t], sums[m], p, extras, eight, tile.n);
+        typename Epilogue::Parts parts;
+        Epilogue::outputs(y[t], sums[m], p, extras, eight, tile.n, parts);
         if constexpr (Options::kAccumulate) Epilogue::add_c(y[t], p, tile, row, tile.n + 8 * eight + lane_id() % 4 * 2);
       }
       store(y, p, tile, warp_row, column, address(shared, group, m, piece) + warp * 512 - threadIdx.x % kWarpgroupThreads * 16);

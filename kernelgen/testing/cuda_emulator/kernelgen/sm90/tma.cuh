@@ -65,6 +65,11 @@ inline void tma_load(uint32_t target, const TensorMap& map, uint32_t barrier, in
 inline void tma_load(uint32_t target, const TensorMap& map, uint32_t barrier, int column, int row, int head, int request) {
   emulated_load(4, target, map, barrier, emulator::current->rank, {column, row, head, request, 0});
 }
+inline void tma_load_multicast(uint32_t target, const TensorMap& map, uint32_t barrier, int column, int row, int batch, uint16_t blocks) {
+  for (int block = 0; block < emulator::cluster_blocks; ++block) {
+    if (blocks >> block & 1) emulated_load(3, target, map, barrier, block, {column, row, batch, 0, 0});
+  }
+}
 inline void tma_load_multicast(uint32_t target, const TensorMap& map, uint32_t barrier, int column, int row, int head, int request,
                                uint16_t blocks) {
   for (int block = 0; block < emulator::cluster_blocks; ++block) {
