@@ -90,12 +90,12 @@ def _plain_and(when: Callable[[Any], bool], p: Any) -> bool:
 
 
 RULES: tuple[Rule, ...] = (
-    Rule("attention", "generated", 76, "16 queries and more over 4,096 keys and more, tiles that leave SMs idle: with keys split and heads "
-         "packed 0.38 - 0.96 x the time of split_mma, 0.10 - 0.89 x of FlashAttention-4, 14 problems (H200, 2026-12-01, "
+    Rule("attention", "generated", 76, "D 128, 16 - 512 queries over 4,096 keys and more, tiles that leave SMs idle: with split keys, "
+         "packed heads 0.38 - 0.96 x the time of split_mma, 0.10 - 0.89 x of FlashAttention-4, 14 problems (H200, 2026-12-01, "
          "tools/bench/results/h200_prefill_few_queries.json)", target_kind="cuda", capability=(90,),
          kernel="attention/prefill_sm90", fits=few_queries),
-    Rule("attention", "generated", 70, "fewer queries than a tile over 4,096 keys and more: with heads packed 0.42 - 0.44 x the time of "
-         "split_mma, 1.05 - 1.07 x of FlashAttention-4 (the same run)", target_kind="cuda", capability=(90,),
+    Rule("attention", "generated", 70, "D 128, fewer queries than a tile over 4,096 keys and more: with packed heads 0.42 - 0.44 x the "
+         "time of split_mma, 1.05 - 1.07 x of FlashAttention-4 (the same run)", target_kind="cuda", capability=(90,),
          kernel="attention/prefill_sm90", fits=packed_queries),
     Rule("attention", "generated", 69, "a decode: split_mma reads the keys once for the heads that share them, on all SMs: 0.97 - 1.7 x "
          "as fast as FlashAttention-2; cuDNN, where it may be taken, takes 0.70 - 1.0 x its time (H200, 2026-11-30, "

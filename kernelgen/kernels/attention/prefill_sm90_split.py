@@ -35,8 +35,8 @@ _NARROW = (*(Config(1, 128, stages, False) for stages in (3, 2)), *(Config(1, 64
 _WIDE = (Config(2, 128, 3), Config(2, 128), Config(2, 64))
 _SHORT, _SHORT_PART = Config(1, 64, 3, False, resident=2), 512  # keys
 _ROUNDS = 8  # that parts may take
-# Where they were timed: keys of a request from which, and how many for each of its queries.
-_KEYS, _KEYS_PER_QUERY, _QUERIES = 4096, 8, 16
+# Where they were timed: queries enough for 64 packed rows, keys from which, and how many for each query.
+_TIMED_DIM, _QUERIES, _KEYS, _KEYS_PER_QUERY = 128, range(16, 513), 4096, 8
 
 
 def packed_heads(problem: AttentionProblem, config: Config) -> int:
@@ -118,8 +118,8 @@ def leading(problem: AttentionProblem, target: Target) -> Config | None:
     """The first of those where they were the fastest (docs/design/prefill_sm90.md), which then is the first candidate."""
     p, keys = problem, cut.keys_in_sight(problem)
     one_by_one = p.mask or p.variant or p.alibi
-    timed = p.layout == "dense" and not one_by_one and min(p.head_dim, p.head_dim_v) >= 64
-    if not timed or p.seq_q < _QUERIES or keys < max(_KEYS, _KEYS_PER_QUERY * p.seq_q):
+    timed = p.layout == "dense" and not one_by_one and p.head_dim == p.head_dim_v == _TIMED_DIM and p.seq_q in _QUERIES
+    if not timed or p.seq_q * p.group_size < _ROWS or keys < max(_KEYS, _KEYS_PER_QUERY * p.seq_q):
         return None
     return next(of_few_queries(p, target), None)
 

@@ -240,7 +240,8 @@ def test_candidates_of_few_queries() -> None:
             ({"num_q_heads": 8 * 7}, Config(2, 128, 3, pack_gqa=True, splits=4))):
         assert found(**change)[0] == first, change  # type: ignore[arg-type]
         assert any(map(plain, found(**change)))  # type: ignore[arg-type]
-    for change in ({"seq_q": 8}, {"seq_k": 2048}, {"alibi": True}, {"mask": "dense"}, {"layout": "ragged", "batch": 2}):
+    for change in ({"seq_q": 8}, {"seq_k": 2048}, {"seq_q": 16, "num_kv_heads": 16}, {"head_dim": 64}, {"seq_q": 600, "num_q_heads": 40},
+                   {"alibi": True}, {"mask": "dense"}, {"layout": "ragged", "batch": 2}):
         configs = found(**change)  # type: ignore[arg-type]
         assert plain(configs[0]) and any(c.splits > 1 for c in configs), change
     for change in ({"seq_q": 4096}, {"batch_invariant": True}):
