@@ -212,5 +212,5 @@ def _decode(value: Any) -> Any:
     kind = getattr(import_module(module), name)
     if not (isinstance(kind, type) and is_dataclass(kind)):
         raise ValueError(f"got {value[_CLASS]!r}, expected a dataclass")
-    return kind(**{k: _decode(v) for k, v in value.items() if k != _CLASS})
+    return getattr(kind, "read_back", kind)(**{k: _decode(v) for k, v in value.items() if k != _CLASS})
 

@@ -192,7 +192,7 @@ class Handles:
         return number
 
     def get(self, number: int) -> Any:
-        ref = self._live.get(number)
+        ref = self._live.get(int(number))  # a symbol in a graph that took several: each gets its own, as shapes may differ
         found = None if ref is None else ref()
         if found is None:
             raise KernelgenError(f"got {self._what} {number}, which is gone: a graph does not keep it alive; hold on to it while the "

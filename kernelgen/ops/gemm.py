@@ -108,7 +108,7 @@ def gemm(
             b.device, (address_a | address_b) & 15, layout_of(bias), activation, gate_up, accumulate, out_dtype, deterministic,
             backend, grad, layout_of(c), beta, layout_of(scale_a), layout_of(scale_b), out_scale,
             layout_of(out, written=True) if type(out) is not tuple else tuple([layout_of(t, written=True) for t in out]),
-            None if epilogue is None else getattr(epilogue, "layout", None),
+            getattr(epilogue, "layout", epilogue),  # what is no epilogue is not like none
         )
         if not (address_a and address_b) or a.is_neg() or (not packed and b.is_neg()):  # type: ignore[union-attr]
             key = None  # nothing there, or not as it seems: the long way looks closer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -11,14 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from kernelgen.errors import DeviceError, SettingsError, ShapeError, VariantError
+from kernelgen.errors import DeviceError, DtypeError, SettingsError, ShapeError, VariantError
 from kernelgen.library.forms import epilogues
 
 if TYPE_CHECKING:
     from kernelgen.variants.epilogue import TracedEpilogue
     from kernelgen.variants.expression import Expression
 
-_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _MOST_TOTALS = 16
 
 
@@ -27,7 +25,10 @@ class RowReduction(NamedTuple):
     value: Any
 
 
-class Reduction(NamedTuple):
+@dataclass(frozen=True)
+class Reduction:
+    """Not a tuple: files of recorded calls tell it from one."""
+
     name: str
     kind: str
     value: Expression
@@ -48,10 +49,11 @@ def taken_apart(made: Any) -> tuple[Any, Mapping[str, RowReduction]]:
     """What a function returned: its value, and its reductions by name. Raises VariantError."""
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping)):
         return made, {}
-    wrong = [name for name, r in made[1].items() if not isinstance(r, RowReduction)]
+    wrong = [name for name, r in made[1].items() if not (isinstance(name, str) and isinstance(r, RowReduction))]
     if wrong or len(made[1]) > _MOST_TOTALS:
-        raise VariantError(f"epilogue: got {len(made[1])} reductions, {wrong} of them not by row_sum or row_max, expected at most "
-                           f"{_MOST_TOTALS}, by these")
+        what = f"{wrong} of them not by row_sum or row_max under a str" if wrong else "too many for one kernel"
+        raise VariantError(f"epilogue: got {len(made[1])} reductions, {what}; expected {{name: kernelgen.row_sum(value)}} or row_max, at "
+                           f"most {_MOST_TOTALS}")
     return made
 
 
@@ -69,9 +71,11 @@ class EpilogueFunction:
     scalars: Mapping[str, Any] = field(default_factory=dict)
     gated: bool = False
     name: str | None = None
+    origin: EpilogueFunction | None = field(default=None, repr=False)  # what with_values was asked of first
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "handle", epilogues.add(self))  # what graphs know it by
+        # What graphs know it by: values are arguments of theirs, so those of one origin share it, which none outlives then.
+        object.__setattr__(self, "handle", epilogues.add(self) if self.origin is None else self.origin.handle)  # type: ignore[attr-defined]
 
     @cached_property
     def traced(self) -> TracedEpilogue:
@@ -80,27 +84,38 @@ class EpilogueFunction:
         return trace_function(self.function, self.tensors, self.scalars, self.gated, self.name)
 
     def names_of_totals(self) -> tuple[str, ...]:
-        """Reductions over rows."""
+        """Reductions over rows; in a graph an object may be made within it, and its origin is real."""
+        return (self.origin or self)._names_of_totals()
+
+    def _names_of_totals(self) -> tuple[str, ...]:
         return tuple([total.name for total in self.traced.totals])
 
     # torch._dynamo.assume_constant_result, whose import takes a second
-    names_of_totals._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    _names_of_totals._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """All that a prepared call goes by: what was traced, where the extra values lie and of which classes they are; whether one asks
+        for a gradient, which may change."""
+        grad = torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors.values())
+        return (*self._fixed_layout, grad)
 
     @cached_property
-    def layout(self) -> tuple[Any, ...]:
-        """All that a prepared call goes by: what was traced, and where the extra values lie."""
-        device = {t.device for t in self.tensors.values()}
-        return (self.traced, tuple(device))
+    def _fixed_layout(self) -> tuple[Any, ...]:
+        return (self.traced, frozenset([(t.device, type(t)) for t in self.tensors.values()]))
 
     def with_values(self, **values: Any) -> EpilogueFunction:
         """With some of the extra tensors and numbers replaced by name. What has been traced serves on, if they are of the same kinds.
-        Raises SettingsError for other names."""
+        Raises SettingsError for other names, DtypeError for what is no tensor."""
         unknown = [name for name in values if name not in self.tensors and name not in self.scalars]
         if unknown:
             raise SettingsError(f"with_values: got {', '.join(unknown)}, expected names out of "
                                 f"{', '.join([*self.tensors, *self.scalars]) or 'an empty list'}")
         tensors, scalars = ({n: values.get(n, v) for n, v in of.items()} for of in (self.tensors, self.scalars))
-        made = replace(self, tensors=tensors, scalars=scalars)
+        for name, t in tensors.items():
+            if not isinstance(t, torch.Tensor):
+                raise DtypeError(f"with_values: got a {type(t).__name__} for the extra tensor {name!r}, expected a torch.Tensor")
+        made = replace(self, tensors=tensors, scalars=scalars, origin=self.origin or self)
         kept = vars(self).get("traced")
         if kept is not None and kept.fits(tensors, scalars):
             vars(made)["traced"] = kept
@@ -167,20 +182,9 @@ def epilogue(
     (``kernelgen.variant``): torch's elementwise ones, ``torch.where``, Python's operators and comparisons; numbers that the function
     finds outside are compiled in. Raises VariantError, DtypeError or SettingsError.
     """
-    from kernelgen.variants.trace import extra_tensor
-    from kernelgen.variants.traced import scalar_kind
+    from kernelgen.variants.trace import extra_values
 
     if not callable(function):
         raise VariantError(f"epilogue: got a {type(function).__name__}, expected a function")
-    if name is not None and not _NAME.fullmatch(name):
-        raise SettingsError(f"name: got {name!r}, expected at most 32 of a-z, 0-9 and _, a letter first")
-    tensors, scalars = dict(tensors or {}), dict(scalars or {})
-    for extra in (*tensors, *scalars):
-        if not extra.isidentifier() or extra in ("x", "y", "batch", "row", "column") or (extra in tensors and extra in scalars):
-            raise VariantError(f"epilogue: the extra value {extra!r} needs another name: an identifier, given once, none of x, y, batch, "
-                               "row and column")
-    for extra, t in tensors.items():
-        extra_tensor(extra, t)
-    for extra, number in scalars.items():
-        scalar_kind(extra, number)
-    return EpilogueFunction(function, tensors, scalars, bool(gated), name)
+    values = extra_values("epilogue", name, tensors, scalars, ("x", "y", "batch", "row", "column"))
+    return EpilogueFunction(function, *values, bool(gated), name)

@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from kernelgen.errors import VariantError
 from kernelgen.forks import Lock
@@ -60,6 +61,11 @@ class Expression:
     def __repr__(self) -> str:
         value = "" if self.value is None else f" {self.value!r}"
         return f"<{self.dtype} {self.op}{value} of {len(self.operands)} operands>"
+
+    @staticmethod
+    def read_back(*, low: int = 0, high: int = 0, **parts: Any) -> Expression:
+        """From its fields: for manifests, of whose kernels the text must be that of the call."""
+        return make(bounds=(low, high), **parts)
 
     def __reduce__(self) -> tuple[Callable[..., Expression], tuple[object, ...]]:
         return make, (self.op, self.dtype, self.operands, self.value, self.weak, (self.low, self.high))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,10 +9,7 @@ import torch
 
 from kernelgen.errors import SettingsError, VariantError
 from kernelgen.reference.masks import NORMALIZATIONS, Variant
-from kernelgen.variants.trace import FIELDS, extra_tensor
-from kernelgen.variants.traced import scalar_kind
-
-_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
+from kernelgen.variants.trace import FIELDS, extra_values
 
 
 def variant(
@@ -33,22 +29,12 @@ def variant(
     ctx holds batch, head, kv_head, q_index (row within the request), q_pos, k_pos (positions), q_len and kv_len. Numbers
     that the functions find outside are compiled in. Raises VariantError, DtypeError or SettingsError.
     """
-    tensors, scalars = dict(tensors or {}), dict(scalars or {})
+    tensors, scalars = extra_values("variant", name, tensors, scalars, tuple(FIELDS))
     for what, function in (("score", score), ("mask", mask)):
         if function is not None and not callable(function):
             raise VariantError(f"variant: {what} is a {type(function).__name__}, expected a function")
     if normalization not in NORMALIZATIONS:
         raise SettingsError(f"normalization: got {normalization!r}, expected one of {', '.join(NORMALIZATIONS)}")
-    if name is not None and not _NAME.fullmatch(name):
-        raise SettingsError(f"name: got {name!r}, expected at most 32 of a-z, 0-9 and _, a letter first")
     if normalization == "none" and score is None:
         raise VariantError('variant: normalization="none" needs a score function, which gives the weight')
-    for extra in (*tensors, *scalars):
-        if not extra.isidentifier() or extra in FIELDS or (extra in tensors and extra in scalars):
-            raise VariantError(f"variant: the extra value {extra!r} needs another name: an identifier, no field of the context "
-                               f"({', '.join(FIELDS)}), given once")
-    for extra, t in tensors.items():
-        extra_tensor(extra, t)
-    for extra, x in scalars.items():
-        scalar_kind(extra, x)
     return Variant(score, mask, tensors, scalars, normalization, name)

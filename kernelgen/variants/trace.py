@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import difflib
 import numbers
+import re
 from collections.abc import Callable, Mapping
+from types import NoneType
 from typing import Any, NoReturn
 
 import torch
 
-from kernelgen.errors import DtypeError, VariantError
+from kernelgen.errors import DtypeError, SettingsError, VariantError
 from kernelgen.variants import functions
 from kernelgen.variants.expression import (
     BOOL,
@@ -37,6 +39,7 @@ FIELDS: dict[str, Range] = {
 _TORCH_TYPE = {BOOL: torch.bool, INT: torch.int64, FLOAT32: torch.float32, REAL: torch.float64}
 _KIND_TYPE = {"bool": (BOOL, (0, 0)), "int32": (INT, INT32), "int64": (INT, INT64), "float": (REAL, (0, 0))}
 _CACHE = "_kernelgen_traced"
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 
 class _Recorder:
@@ -315,3 +318,24 @@ def extra_tensor(name: str, t: Any) -> ExtraTensor:
     if element not in ELEMENTS:
         raise DtypeError(f"variant: extra tensor {name!r} has dtype {t.dtype}, expected one of {', '.join(ELEMENTS)}")
     return ExtraTensor(name, element, t.dim())
+
+
+def extra_values(
+    what: str, name: Any, tensors: Any, scalars: Any, fields: tuple[str, ...],
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Extra tensors and numbers of a variant or an epilogue, and its name, checked. Raises VariantError, DtypeError, SettingsError."""
+    if name is not None and not (isinstance(name, str) and _NAME.fullmatch(name)):
+        raise SettingsError(f"name: got {name!r}, expected at most 32 of a-z, 0-9 and _, a letter first")
+    for kind, given in (("tensors", tensors), ("scalars", scalars)):
+        if not isinstance(given, (Mapping, NoneType)):
+            raise VariantError(f"{what}: {kind}: got a {type(given).__name__}, expected values by name, as {kind}={{'name': value}}")
+    tensors, scalars = dict(tensors or {}), dict(scalars or {})
+    for extra in (*tensors, *scalars):
+        if not isinstance(extra, str) or not extra.isidentifier() or extra in fields or (extra in tensors and extra in scalars):
+            raise VariantError(f"{what}: the extra value {extra!r} needs another name: an identifier, given once, none of "
+                               f"{', '.join(fields)}")
+    for extra, t in tensors.items():
+        extra_tensor(extra, t)
+    for extra, x in scalars.items():
+        scalar_kind(extra, x)
+    return tensors, scalars

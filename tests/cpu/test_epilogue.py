@@ -154,3 +154,33 @@ def test_what_no_epilogue_can_be() -> None:
         kernelgen.epilogue(lambda x, ctx: x, name="3 x")
     with pytest.raises(SettingsError, match="expected names out of scale, shift"):
         _scaled(torch.ones(3)).with_values(other=1)
+    for words in (dict(tensors={1: torch.ones(3)}), dict(tensors=[torch.ones(3)]), dict(scalars="abc")):
+        with pytest.raises(VariantError, match="needs another name|expected values by name"):
+            kernelgen.epilogue(lambda x, ctx: x, **words)  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match="letter first"):
+        kernelgen.epilogue(lambda x, ctx: x, name=3)  # type: ignore[arg-type]
+    with pytest.raises(DtypeError, match="got a float for the extra tensor 'scale'"):
+        _scaled(torch.ones(3)).with_values(scale=2.0)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_what_is_no_epilogue_is_refused_beside_a_prepared_call_without_one(backend: str) -> None:
+    a, b = torch.ones(4, 8), torch.ones(8, 8)
+    kernelgen.gemm(a, b, backend=backend)
+    for wrong in (lambda x, ctx: x, [1]):
+        with pytest.raises(SettingsError, match="made by kernelgen.epilogue"):
+            kernelgen.gemm(a, b, epilogue=wrong, backend=backend)  # type: ignore[arg-type]
+
+
+def test_a_gradient_of_an_extra_value_beside_a_prepared_call() -> None:
+    """Prepared calls of kernels have none."""
+    a, b, scale = torch.randn(4, 8), torch.randn(8, 6), torch.randn(6)
+    function = _scaled(scale)
+    kernelgen.gemm(a, b, epilogue=function)
+    asks = scale.clone().requires_grad_()
+    gradient, = torch.autograd.grad(kernelgen.gemm(a, b, epilogue=function.with_values(scale=asks)).sum(), asks)
+    torch.testing.assert_close(gradient, (a @ b).sum(0))
+    scale.requires_grad_()  # after it was traced
+    assert kernelgen.gemm(a, b, epilogue=function).requires_grad
+    with torch.no_grad():
+        assert not kernelgen.gemm(a, b, epilogue=function).requires_grad

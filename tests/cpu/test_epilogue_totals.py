@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import kernelgen
+from kernelgen.aot.manifest import encode_line, read_spec
+from kernelgen.aot.specs import specs_of
 from kernelgen.errors import VariantError
 from kernelgen.ops import gemm as gemm_module
 from kernelgen.testing.data import poison_
@@ -128,6 +130,55 @@ def test_gradients_and_graphs() -> None:
                           backend="aot_eager")(a)
 
 
+def test_values_of_a_graph() -> None:
+    """Objects that are given, of one origin one graph; values that the graph computes; another function is another graph."""
+    a, b, function = torch.randn(5, 8), torch.randn(8, 6), _norm(torch.randn(6))
+    compiles: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiles.append(1)
+        return graph.forward
+
+    def given(f: Any) -> Any:
+        out, totals = kernelgen.gemm(a, b, epilogue=f)
+        return out, dict(totals)
+
+    def made(scale: torch.Tensor) -> torch.Tensor:
+        out, totals = kernelgen.gemm(a, b, epilogue=function.with_values(scale=torch.tanh(scale)))
+        return out * totals["sum_sq"][:, None]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(given, fullgraph=True, backend=backend)
+    for _ in range(12):
+        one = function.with_values(scale=torch.randn(6))
+        torch.testing.assert_close(compiled(one), given(one))
+    assert len(compiles) <= 2
+    gated = kernelgen.epilogue(lambda x, y, ctx: (x * y, {"other": kernelgen.row_sum(y)}), gated=True)
+    for other in (gated, kernelgen.epilogue(lambda x, ctx: (x, {"last": kernelgen.row_max(x)}))):
+        torch.testing.assert_close(compiled(other), given(other))
+    compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        scale = torch.randn(6, requires_grad=True)
+        torch.testing.assert_close(compiled(scale), made(scale))
+        got, want = (torch.autograd.grad(f(scale).sum(), scale)[0] for f in (compiled, made))
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("target", ["cpu-x86-64-v3", "sm_90a"])
+def test_a_recorded_call_is_built_as_it_runs(target: str) -> None:
+    """An expression that is read twice stays one, so that the kernel's text is the same."""
+    def function(x: Any, ctx: Any) -> Any:
+        t = torch.tanh(x) * ctx.scale[ctx.column]
+        return t * t + t, {"sum_sq": kernelgen.row_sum(t * t), "largest": kernelgen.row_max(torch.where(t > 0, t, 0.5))}
+
+    a, b = torch.ones(3, 24, dtype=torch.bfloat16), torch.ones(24, 16, dtype=torch.bfloat16)
+    wanted = kernelgen.explain("gemm", a, b, epilogue=kernelgen.epilogue(function, tensors={"scale": torch.ones(16)}), target=target,
+                               backend="generated")
+    assert wanted.chosen is not None
+    read = read_spec(encode_line(wanted.problem, wanted.target, wanted.chosen.kernel, wanted.chosen.config))
+    assert read.problem == wanted.problem and specs_of(read) == specs_of(wanted)
+
+
 def test_explain_says_it() -> None:
     a = torch.randn(64, 64, dtype=torch.bfloat16)
     text = str(kernelgen.explain("gemm", a, a, epilogue=_norm(torch.ones(64)), target="sm_90a"))
@@ -136,6 +187,7 @@ def test_explain_says_it() -> None:
 
 @pytest.mark.parametrize("function, text", [
     (lambda x, ctx: kernelgen.row_sum(x), "returned a RowReduction"), (lambda x, ctx: (x, {"s": x}), "'s'. of them not by row_sum"),
+    (lambda x, ctx: (x, {1: kernelgen.row_sum(x)}), "1. of them not by row_sum or row_max under a str"),
     (lambda x, ctx: (x, {"s": kernelgen.row_sum(x > 0)}), "'s' function returned bool"), (lambda x, ctx: (x, x), "returned a tuple"),
     (lambda x, ctx: (x, {str(i): kernelgen.row_sum(x) for i in range(17)}), "at most 16"),
 ])
