@@ -28,7 +28,7 @@ _WITH_GRADIENT = "may let a NaN or inf of a hidden key through, as all do that h
 _LAST = ("reference", "triton")  # the oracle is no way to run a program; Triton's attention was not run on a GPU yet
 _CLEARLY_LESS = 0.95  # predictions are not better than that
 _MEMO_LIMIT = 8192  # problems; a server with ever-changing lengths must not grow without bound
-_memo: dict[tuple[Any, Target, str, bool, str], Decision] = {}
+_memo: dict[tuple[Any, Target, str, bool, str, tuple[str, ...]], Decision] = {}
 _said: set[str] = set()
 
 
@@ -49,7 +49,7 @@ def choose(problem: Any, target: Target, backend: str = "auto", *, live: bool = 
     named_by = "call"
     if backend == "auto":
         backend, named_by = settings().backend, "setting"
-    key = (problem, target, backend, live, named_by)
+    key = (problem, target, backend, live, named_by, settings().kernels)
     decision = _memo.get(key)
     if decision is None:
         if len(_memo) >= _MEMO_LIMIT:

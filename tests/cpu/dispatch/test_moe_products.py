@@ -77,6 +77,17 @@ def test_what_is_put_first_must_be_able_to() -> None:
         assert "to 64" in next(c.verdict.reason for c in decided(300).candidates if c.kernel == "moe/small_cuda")
 
 
+def test_another_setting_is_another_decision() -> None:
+    def chosen() -> str:
+        decision = kernelgen.explain("gemm", (4096, 4096), (4096, 4096), target=H200, backend="auto")
+        return decision.chosen.kernel if decision.chosen is not None else ""
+
+    first = chosen()
+    with settings.override(kernels=("gemm/gemm_mma",)):
+        assert chosen() == "gemm/gemm_mma" != first
+    assert chosen() == first
+
+
 def test_names_are_those_that_explain_shows() -> None:
     assert {f.name for f in all_families()} | {"moe/layer"} == kernel_names()
     with settings.override(kernels=("gemm/grouped_sm90_cut",)), pytest.raises(SettingsError, match="did you mean 'gemm/grouped_sm90_cute'"):
