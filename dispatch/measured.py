@@ -188,6 +188,11 @@ def _like(config: Any, values: dict[str, Any]) -> Any:
     return None if any(parts[name] is None and values[name] is not None for name in parts) else type(config)(**parts)
 
 
+def same_config(values: dict[str, Any], config: Any) -> bool:
+    """Is a config that was written down this one?"""
+    return bool(_like(config, values) == config)
+
+
 def _config(problem: Any, target: Target, c: Candidate, values: dict[str, Any]) -> Any:
     from kernelgen.kernels.base import families
 
