@@ -23,11 +23,12 @@ except ImportError:  # setuptools before 70.1
     from wheel.bdist_wheel import bdist_wheel
 
 SHIPPED_OF_TESTING = ("__init__", "data", "moe_layer", "tolerance")
-# What writes files of the sources, what tools/tune.py searches with, what tools/bench/dispatch.py fits the cost model with, what other tools
-# there compare with, and what tests of the cache run.
+# What writes files of the sources, what tools/tune.py searches with, what tools/bench/dispatch.py fits the cost model with, what other
+# tools there compare with, and what tests of the cache run.
 OF_A_CHECKOUT = {("kernelgen.library", "write"), ("kernelgen.bench", "tuning"), ("kernelgen.dispatch", "fitting"),
                  ("kernelgen.bench", "targets"), ("kernelgen.cache", "testing")}
 DECORATORS = {"dataclass", "property", "staticmethod", "cache", "lru_cache", "cached_property"}  # that read no docstring, or can do without
+COMMENT = re.compile(r"(?:^[ \t]*//(?:(?!\{[{%#]).)*|[ \t]{2,}//(?:(?!\{[{%#]|[%}#]\})[^\"\n])*)$", re.MULTILINE)
 # kernelgen/launch/host.py builds the same file with the same flags from a checkout.
 FLAGS = ["-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-s"]
 
@@ -51,7 +52,7 @@ def build_launcher(target: Path) -> bool:
 
 def without_comments(path: str, text: str) -> str:
     """As kernelgen/render.py reads templates: nothing here may import the package. tests/cpu/test_import.py compares the two."""
-    return text if path.endswith((".py", ".py.jinja")) else re.sub(r"^[ \t]*//(?:(?!\{[{%#]).)*$", "", text, flags=re.MULTILINE)
+    return text if path.endswith((".py", ".py.jinja")) else COMMENT.sub("", text)
 
 
 def strip_modules(folder: Path) -> None:
