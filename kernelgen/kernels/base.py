@@ -112,7 +112,7 @@ def composition(op: str) -> Composition | None:
     return import_module(f"kernelgen.kernels.{module}").COMPOSITION if module else None
 
 
-# op -> modules whose FAMILY runs it, imported when the op is first used. Those of CPU kernels end in _cpu.
+# op -> modules whose FAMILY (or what stands behind a colon) runs it, imported when the op is first used. Those of CPU kernels end in _cpu.
 _MODULES: dict[str, tuple[str, ...]] = {
     "attention": ("attention.prefill_cpu", "attention.split_cpu", "attention.prefill_sm90", "attention.prefill_mma", "attention.split_mma",
                   "attention.prefill_sm90_cute"),
@@ -129,8 +129,8 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "moe": ("moe.small_cuda",),
     "moe_sort": ("moe.sort_cpu", "moe.sort_cuda"),
     "moe_permute": ("moe.permute_cpu", "moe.permute_cuda"),
-    "moe_unpermute": ("moe.unpermute_cpu", "moe.unpermute_cuda", "moe.unpermute_triton"),
-    "quantize_fp8": ("quantize.quantize_fp8_cpu", "quantize.quantize_fp8_cuda", "quantize.quantize_fp8_triton"),
+    "moe_unpermute": ("moe.unpermute_cpu", "moe.unpermute_cuda", "moe.rows_triton"),
+    "quantize_fp8": ("quantize.quantize_fp8_cpu", "quantize.quantize_fp8_cuda", "moe.rows_triton:QUANTIZE"),
     "silu_and_mul": ("activation.silu_and_mul_cpu", "activation.silu_and_mul_cuda"),
 }
 
@@ -148,7 +148,7 @@ def families(op: str, target_kind: str | None = None, backend: str = "generated"
     first call."""
     if backend == "triton":
         return _of_triton(op) if target_kind != "cpu" else []
-    return [module.FAMILY for module in _modules(op, target_kind)]
+    return list(_families(op, target_kind))
 
 
 @cache
@@ -158,10 +158,10 @@ def _of_triton(op: str) -> list[KernelFamily]:
 
 
 @cache
-def _modules(op: str, target_kind: str | None) -> tuple[Any, ...]:
+def _families(op: str, target_kind: str | None) -> tuple[KernelFamily, ...]:
     """A choice asks for them each time, and import_module takes a microsecond for each."""
-    modules = (m for m in _MODULES.get(op, ()) if target_kind is None or m.endswith("_cpu") == (target_kind == "cpu"))
-    return tuple(import_module(f"kernelgen.kernels.{module}") for module in modules)
+    modules = (m.partition(":") for m in _MODULES.get(op, ()) if target_kind is None or m.endswith("_cpu") == (target_kind == "cpu"))
+    return tuple(getattr(import_module(f"kernelgen.kernels.{module}"), name or "FAMILY") for module, _, name in modules)
 
 
 def family_of(op: str, target_kind: str, name: str) -> KernelFamily | None:

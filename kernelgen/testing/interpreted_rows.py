@@ -28,14 +28,14 @@ def by(family: KernelFamily, number: int, dependent: bool = False) -> KernelFami
 
 def main() -> int:
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported, by the first kernel
-    from kernelgen.kernels.moe import unpermute_triton
+    from kernelgen.kernels.moe import rows_triton
 
     runs: list[tuple[str, Callable[..., None], KernelFamily, Rows]] = []
     for number in (0, 1):
         for name, case in UNPERMUTES.items():
             half = replace(case, dtype="fp16" if case.dtype == "bf16" else case.dtype,
                            weights="fp16" if case.weights == "bf16" else case.weights)
-            runs.append((name, run_unpermute, by(unpermute_triton.FAMILY, number), half))
+            runs.append((name, run_unpermute, by(rows_triton.FAMILY, number), half))
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
         def load(spec: KernelSpec) -> Any:

@@ -12,8 +12,8 @@ import torch
 import kernelgen
 from kernelgen import build
 from kernelgen.kernels.base import KernelFamily
-from kernelgen.kernels.moe import unpermute_cuda, unpermute_triton
-from kernelgen.kernels.quantize import quantize_fp8_cuda, quantize_fp8_triton
+from kernelgen.kernels.moe import rows_triton, unpermute_cuda
+from kernelgen.kernels.quantize import quantize_fp8_cuda
 from kernelgen.moe_tensors import UnpermuteTensors
 from kernelgen.problems.moe import MoeUnpermuteProblem
 from kernelgen.problems.quantize import LimitedQuantizeProblem, QuantizeProblem
@@ -38,12 +38,12 @@ def bound(family: KernelFamily, problem: Any, tensors: Any, config: Any = None) 
 
 @pytest.mark.parametrize("name", UNPERMUTES)
 def test_sums(name: str) -> None:
-    run_unpermute(UNPERMUTES[name], unpermute_triton.FAMILY, target_of("cuda"), build.kernel, "cuda")
+    run_unpermute(UNPERMUTES[name], rows_triton.FAMILY, target_of("cuda"), build.kernel, "cuda")
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.recipe == "block_1x128"])
 def test_codes_and_scales(name: str) -> None:
-    run_case(replace(CASES[name], activation=None), quantize_fp8_triton.FAMILY, target_of("cuda"), build.kernel, device="cuda")
+    run_case(replace(CASES[name], activation=None), rows_triton.QUANTIZE, target_of("cuda"), build.kernel, device="cuda")
 
 
 @pytest.mark.parametrize("tokens, k, width", ((1, 8, 2048), (300, 2, 4096), (5000, 8, 1000), (4096, 10, 2048)))
@@ -53,8 +53,8 @@ def test_sums_have_the_bits_of_the_sibling(tokens: int, k: int, width: int) -> N
     slots[:, 1:][torch.rand(tokens, k - 1, device="cuda") < 0.2] = -1
     weights = random_tensor((tokens, k), seed=2, device="cuda")
     problem, made = MoeUnpermuteProblem(tokens, k, width, "bf16", "bf16", alignment=16 if width % 8 == 0 else 2), []
-    configs = list(unpermute_triton.candidates(problem, target_of("cuda")))
-    for family, config in ((unpermute_cuda.FAMILY, None), *((unpermute_triton.FAMILY, c) for c in configs)):
+    configs = list(rows_triton.FAMILY.candidates(problem, target_of("cuda")))
+    for family, config in ((unpermute_cuda.FAMILY, None), *((rows_triton.FAMILY, c) for c in configs)):
         t = UnpermuteTensors(rows, slots, poisoned_empty((tokens, width), torch.bfloat16, "cuda"), weights)
         bound(family, problem, t, config)(t)
         made.append(t.out)
@@ -69,8 +69,8 @@ def test_codes_have_the_bits_of_the_sibling(rows: int, width: int) -> None:
     ends = torch.tensor([end], dtype=torch.int32, device="cuda")
     for kind in (QuantizeProblem, LimitedQuantizeProblem):
         problem, made = kind(1, rows, width, "bf16", recipe="block_1x128", alignment=16 if width % 16 == 0 else 8), []
-        configs = list(quantize_fp8_triton.candidates(problem, target_of("cuda")))
-        for family, config in ((quantize_fp8_cuda.FAMILY, None), *((quantize_fp8_triton.FAMILY, c) for c in configs)):
+        configs = list(rows_triton.QUANTIZE.candidates(problem, target_of("cuda")))
+        for family, config in ((quantize_fp8_cuda.FAMILY, None), *((rows_triton.QUANTIZE, c) for c in configs)):
             codes = poison_(torch.empty((1, rows, width), dtype=torch.float8_e4m3fn, device="cuda"))
             scale = torch.full((1, -(-width // 128), -(-rows // 4) * 4), -1.0, device="cuda").mT[:, :rows]
             t = QuantizeTensors(x, codes, scale, ends if problem.limited else None)

@@ -15,8 +15,7 @@ import pytest
 from kernelgen import build
 from kernelgen.cache.jobs import build_many
 from kernelgen.dispatch.libraries import Library, release
-from kernelgen.kernels.moe import unpermute_triton
-from kernelgen.kernels.quantize import quantize_fp8_triton
+from kernelgen.kernels.moe import rows_triton
 from kernelgen.settings import settings
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target
@@ -39,9 +38,9 @@ def test_rows_by_the_interpreter() -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize("run, case, family", (
-    (run_unpermute, UNPERMUTES["addend"], by(unpermute_triton.FAMILY, 1, True)),
-    (run_case, replace(CASES["block odd halves"], activation=None), by(quantize_fp8_triton.FAMILY, 2, True)),
-    (run_case, CASES["special"], by(quantize_fp8_triton.FAMILY, 1)),
+    (run_unpermute, UNPERMUTES["addend"], by(rows_triton.FAMILY, 1, True)),
+    (run_case, replace(CASES["block odd halves"], activation=None), by(rows_triton.QUANTIZE, 2, True)),
+    (run_case, CASES["special"], by(rows_triton.QUANTIZE, 1)),
 ), ids=("sums", "blocks", "special"))
 def test_by_ptx(run: Callable[..., None], case: Any, family: Any) -> None:
     run(case, family, HOPPER, lambda spec: EmulatedTriton(spec, settings().cache_dir / "emulated_ptx", False, 3, True))
@@ -49,6 +48,6 @@ def test_by_ptx(run: Callable[..., None], case: Any, family: Any) -> None:
 
 def test_every_branch_compiles() -> None:
     specs: list[KernelSpec] = [f.spec(p, HOPPER, next(iter(f.candidates(p, HOPPER)))) for f in (
-        unpermute_triton.FAMILY, quantize_fp8_triton.FAMILY) for p, _ in f.coverage()]
+        rows_triton.FAMILY, rows_triton.QUANTIZE) for p, _ in f.coverage()]
     for job in build_many([lambda s=s: build.build(s) for s in specs], labels=[str(s) for s in specs], memory_per_job_bytes=2**28):
         assert job.result()[0].meta["stack_bytes"] == 0
