@@ -67,6 +67,9 @@ SCHEDULES = {
                                               blocks=1),
     "own tiles of a window": EDGES,
     "two row tiles share keys": Case(Config(2, 32, multicast=1), (300, 300), (150, 150), dims=(72, 64), kv_lens=(150, 77)),
+    "two row tiles share a part of the keys": Case(Config(1, 32, multicast=1, splits=2), (140, 140), (150, 150), kv_lens=(150, 77)),
+    "ragged, more requests than lanes": Case(Config(1, 32, pingpong=False), tuple(3 * i % 70 for i in range(40)),
+                                             tuple(7 * i % 90 for i in range(40)), True, dims=(8, 16), blocks=3),
     "results in two parts": Case(Config(2, 32, out_parts=2), (150, 150), (60, 60), dims=(64, 112), causal=True),
     "results in two parts, ragged": Case(Config(1, 32, out_parts=2), (50, 1, 77), (40, 40, 50), True, dims=(40, 232), dtype="fp16"),
 }
