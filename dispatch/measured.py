@@ -177,7 +177,9 @@ def _plain(value: Any) -> bool:
 
 def _like(config: Any, values: dict[str, Any]) -> Any:
     """A config of the same kind with other values; None where its fields are not these. A field that came after they were measured has its
-    default, which is what kernels did without it."""
+    default, which is what kernels did without it; one that went (``REMOVED``: name -> default) may have had that alone."""
+    gone = getattr(config, "REMOVED", {})
+    values = {name: value for name, value in values.items() if name not in gone or value != gone[name]}
     known = {f.name: f for f in fields(config)}
     if not set(values) <= set(known) or any(known[name].default is MISSING for name in set(known) - set(values)):
         return None

@@ -120,7 +120,7 @@ def test_refusals_name_the_value(change: dict[str, Any], words: str) -> None:
 
 
 @pytest.mark.parametrize("config, words", [
-    (Config(2, 64, multicast=2), "multicast 2"), (Config(2, 72), "block_k 72"), (Config(2, 128, 4), "bytes of shared memory"),
+    (Config(2, 64, multicast=1), "multicast 1"), (Config(2, 72), "block_k 72"), (Config(2, 128, 4), "bytes of shared memory"),
 ], ids=str)
 def test_illegal_configs_say_why(config: Config, words: str) -> None:
     verdict = paged_sm90.legal(BASE, H200, config)

@@ -113,7 +113,7 @@ def test_verdicts(change: dict[str, Any], words: str) -> None:
 
 
 def test_configs() -> None:
-    for config, words in ((Config(2, 128, query_stages=2), "one stage"), (Config(2, 128, 4), "bytes of shared memory"),
+    for config, words in ((Config(2, 128, 4), "bytes of shared memory"),
                           (Config(3, 128), "registers"), (Config(2, 72), "block_k 72"),
                           (Config(2, 64, early_keys=True, diagonal=1), "early_keys, diagonal of prefill_sm90 alone")):
         assert words in kernel.legal(BASE, H200, config).reason
