@@ -83,7 +83,8 @@ def test_it_is_taken_where_it_was_the_faster_one(change: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("change", [
-    {"page_size": 1}, {"page_size": 20}, {"batch": 64, "seq_q": 4096, "max_seq_q": 64}, {"batch": 64, "seq_q": 2048 + 63, "max_seq_q": 2048},
+    {"page_size": 1}, {"page_size": 20}, {"batch": 64, "seq_q": 4096, "max_seq_q": 64},
+    {"batch": 64, "seq_q": 2048 + 63, "max_seq_q": 2048},
     {"batch": 1, "seq_q": 256, "max_seq_q": 256}, {"seq_q": None, "max_seq_q": None}, {"alibi": True}, {"mask": "packed"},
     {"batch_invariant": True}, {"max_seq_q": 1, "seq_q": 4},
 ], ids=str)
