@@ -102,11 +102,13 @@ class Row:
 # SMs would be idle: 1.125 at 1 x 512. Narrower and wider tiles of keys were slower (tried/h200_prefill_sm90_configs.json).
 # D 192/128, causal: early_keys and diagonal=2 1.018 at 4k, with 64 MiB 1.045 at 8k.
 # D 256: results in two parts and early_keys 1.012, 1.025, 1.005 at 1k, 4k, 8k, with a multicast 1.007 at 16k; causal, with diagonal=1,
-# 1.07, 1.03 at 1k, 4k, with 64 MiB 1.063, 1.072 at 8k, 16k.
+# 1.07, 1.03 at 1k, 4k, with 64 MiB 1.063, 1.072 at 8k, 16k. Over pages, where early_keys spill, rings of three and two stages: 1.01 with 16
+# rows, 1.07 with 64 (h200_paged_prefill.json).
 _LARGEST = (Config(2, 128), Config(2, 96))
 _SINGLE = (Config(1, 128, 3, pingpong=False), *_LARGEST)
 _OVER = tuple(Config(2, block_k, out_over_query=True) for block_k in (128, 112, 80))
 _WIDE = (Config(2, 80, out_over_query=True), Config(2, 64, out_over_query=True))
+_RINGS = Config(2, 64, 3, value_stages=2, out_over_query=True)
 _APART = Config(2, 64, early_keys=True, out_parts=2)
 _HALVES = Config(2, 128, early_keys=True, diagonal=2, out_over_query=True)
 TABLE: tuple[Row, ...] = (
@@ -123,8 +125,8 @@ TABLE: tuple[Row, ...] = (
     Row(192, True, 4096, (_HALVES, *_OVER)),
     Row(192, True, None, (replace(_HALVES, section=64), *_OVER)),
     Row(192, False, None, _OVER),
-    Row(256, True, 4096, (replace(_APART, diagonal=1), *reversed(_WIDE))),
-    Row(256, True, None, (replace(_APART, diagonal=1, section=64), *reversed(_WIDE))),
+    Row(256, True, 4096, (replace(_APART, diagonal=1), _RINGS, *reversed(_WIDE))),
+    Row(256, True, None, (replace(_APART, diagonal=1, section=64), _RINGS, *reversed(_WIDE))),
     Row(256, False, 8192, (_APART, *_WIDE)),
     Row(256, False, None, (replace(_APART, multicast=1), _APART, *_WIDE)),
 )
