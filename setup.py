@@ -23,8 +23,12 @@ except ImportError:  # setuptools before 70.1
     from wheel.bdist_wheel import bdist_wheel
 
 SHIPPED_OF_TESTING = ("__init__", "data", "moe_layer", "tolerance")
-# What writes files of the sources, what tools/tune.py searches with, and what tools/bench/dispatch.py fits the cost model with.
-OF_A_CHECKOUT = {("kernelgen.library", "write"), ("kernelgen.bench", "tuning"), ("kernelgen.dispatch", "fitting")}
+# What writes files of the sources, what tools/tune.py searches with, what tools/bench/dispatch.py fits the cost model with, what other
+# tools there compare with, and what tests of the cache run.
+OF_A_CHECKOUT = {("kernelgen.library", "write"), ("kernelgen.bench", "tuning"), ("kernelgen.dispatch", "fitting"),
+                 ("kernelgen.bench", "targets"), ("kernelgen.cache", "testing")}
+DECORATORS = {"dataclass", "property", "staticmethod", "cache", "lru_cache", "cached_property"}  # that read no docstring, or can do without
+COMMENT = re.compile(r"(?:^[ \t]*//(?:(?!\{[{%#]).)*|[ \t]{2,}//(?:(?!\{[{%#]|[%}#]\})[^\"\n])*)$", re.MULTILINE)
 # kernelgen/launch/host.py builds the same file with the same flags from a checkout.
 FLAGS = ["-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-s"]
 
@@ -48,12 +52,12 @@ def build_launcher(target: Path) -> bool:
 
 def without_comments(path: str, text: str) -> str:
     """As kernelgen/render.py reads templates: nothing here may import the package. tests/cpu/test_import.py compares the two."""
-    return text if path.endswith((".py", ".py.jinja")) else re.sub(r"^[ \t]*//(?:(?!\{[{%#]).)*$", "", text, flags=re.MULTILINE)
+    return text if path.endswith((".py", ".py.jinja")) else COMMENT.sub("", text)
 
 
 def strip_modules(folder: Path) -> None:
-    """Modules lose their comments, 28 KB of a wheel, and the docstrings of what is private, 18 KB, of all that is in kernelgen.kernels;
-    lines keep their numbers, which tracebacks name. Both stay in a checkout."""
+    """Modules lose their comments, 28 KB of a wheel, and the docstrings of what is private, 18 KB, and of all that is in kernelgen.kernels,
+    13 KB more; lines keep their numbers, which tracebacks name. Both stay in a checkout."""
     for path in folder.rglob("*.py"):
         with path.open(encoding="utf-8", newline="\n") as file:
             lines = file.readlines()
@@ -62,24 +66,35 @@ def strip_modules(folder: Path) -> None:
         private = list(docstrings_of_private(ast.parse("".join(lines)), internal))
         for line, column in comments:
             lines[line - 1] = lines[line - 1][:column].rstrip() + "\n"
-        for line in private:
-            lines[line - 1] = "\n"
+        for first, last, keeps in private:
+            if keeps:
+                lines[first - 1] = lines[first - 1].rstrip() + '"""\n'
+            for line in range(first + keeps, last + 1):
+                lines[line - 1] = "\n"
         path.write_text("".join(lines), encoding="utf-8", newline="\n")
 
 
-def docstrings_of_private(tree: ast.Module, internal: bool) -> Iterator[int]:
-    """Lines of docstrings of functions and classes with names like _this, or any (internal), which have more than that: a decorator may
-    read it."""
+def docstrings_of_private(tree: ast.Module, internal: bool) -> Iterator[tuple[int, int, bool]]:
+    """(first line, last line, whether the first one stays) of docstrings of functions and classes with names like _this, or of the module
+    and any (internal), which have more than that. Where another decorator may read it, it stays; dataclasses keep the first line: without
+    any the decorator makes one, at every import."""
     for node in ast.walk(tree):
-        if not isinstance(node, (ast.FunctionDef, ast.ClassDef)) or node.name.endswith("__"):
+        if not isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Module)) or ast.get_docstring(node, clean=False) is None:
             continue
-        if not internal and not node.name.startswith("_"):
+        first, second = node.body[0], node.body[1] if len(node.body) > 1 else None
+        last, begins, keeps = first.end_lineno or 0, 0, False
+        if not isinstance(node, ast.Module):
+            if node.name.endswith("__") or not (internal or node.name.startswith("_")):
+                continue
+            begins = node.lineno
+            names = {ast.unparse(d).partition("(")[0] for d in node.decorator_list}
+            if not names <= (DECORATORS if internal else set()):
+                continue
+            keeps = "dataclass" in names
+        elif not internal:
             continue
-        first = node.body[0]
-        if node.decorator_list or len(node.body) < 2 or not isinstance(first, ast.Expr) or ast.get_docstring(node, clean=False) is None:
-            continue
-        if node.lineno < first.lineno and (first.end_lineno or 0) < node.body[1].lineno:
-            yield from range(first.lineno, (first.end_lineno or 0) + 1)
+        if second is not None and begins < first.lineno and last < second.lineno and (last > first.lineno or not keeps):
+            yield first.lineno, last, keeps
 
 
 def pack_templates(folder: Path) -> None:

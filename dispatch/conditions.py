@@ -39,23 +39,19 @@ def _measured_attention(p: Any) -> bool:
     return not others and p.q_dtype == p.kv_dtype and p.q_dtype in ("bf16", "fp16") and 64 <= p.head_dim == p.head_dim_v <= 256
 
 
-# Where FlashAttention-4 and cuDNN were ahead of ours (H200, 2026-11-30, bf16, tools/bench/results/h200_dispatch.json).
+# Where FlashAttention-4 and cuDNN were ahead of ours (H200, bf16).
 #
-# FA4_LONG        keys from which prefill_sm90 took longer: 16,384 without a mask 1.10 - 1.16 x FlashAttention-4's time, D 64 causal 1.06 x;
-#                 8,192 1.00 - 1.02 x. Causal D 128 was never behind (0.90 - 0.99 x)
-# FA4_WIDE        causal, head dims beyond 192: 4,096 and more 1.04 - 1.10 x
-# FA4_FEW, FA4_KEYS  fewer than a tile of queries over many keys (64 over 4,096: 0.69 x split_mma's time)
-# CUDNN_LENGTHS   D 128 without a mask, queries and keys in this range, CUDNN_HEADS and more heads of the batch: 0.94 - 0.98 x of our time
-FA4_LONG, FA4_WIDE, FA4_FEW, FA4_KEYS, CUDNN_LENGTHS, CUDNN_HEADS = 12288, 4096, 64, 4096, range(512, 1025), 128
+# FA4_FEW, FA4_KEYS  fewer than a tile of queries over many keys, where prefill_sm90 neither splits nor packs (64 over 4,096: 0.69 x
+#                 split_mma's time; 2026-11-30, tools/bench/results/h200_dispatch.json)
+# CUDNN_LENGTHS   D 128 without a mask, queries and keys in this range, CUDNN_HEADS and more heads of the batch: 0.96 x of our time at
+#                 8 x 512, 1.05 x at 16 x 1,024 (2026-12-01, tools/bench/results/h200_prefill_variants.json)
+FA4_FEW, FA4_KEYS, CUDNN_LENGTHS, CUDNN_HEADS = 64, 4096, range(512, 1024), 128
 
 
-def long_attention(p: Any) -> bool:
+def fewer_than_a_tile(p: Any) -> bool:
     queries, keys = _lengths(p)
-    if not _measured_attention(p) or p.layout != "dense" or p.windowed or p.soft_cap or queries < FA4_FEW:
-        return False
-    few = queries < TILE_OF_128 and keys >= FA4_KEYS
-    wide = p.causal and p.head_dim > 192 and keys >= FA4_WIDE
-    return few or wide or (keys >= FA4_LONG and not (p.causal and 64 < p.head_dim <= 192))
+    plain = _measured_attention(p) and p.layout == "dense" and not (p.windowed or p.soft_cap)
+    return plain and FA4_FEW <= queries < TILE_OF_128 and keys >= FA4_KEYS
 
 
 def long_wide_heads(p: Any) -> bool:
@@ -71,6 +67,25 @@ def hopper_prefill(p: Any) -> bool:
     others = p.mask or p.block_mask or p.variant or p.alibi or p.requires_grad or p.batch_invariant
     wide = min(p.head_dim, p.head_dim_v) >= 64
     return not others and wide and min(queries, p.seq_k // max(p.batch, 1) if p.layout == "ragged" else keys) >= TILE_OF_128
+
+
+# A prefill over pages for paged_sm90 (H200, 2026-12-01, bf16, tools/bench/results/h200_paged_prefill.json).
+#
+# PAGED_QUERIES  of the longest request: 128 1.6 - 2.4 x as fast as paged_mma, 64 (many requests) 0.87 - 0.97 x
+# PAGED_MEAN     of requests in the mean: decodes among them fill one row of 64, and read the keys once for each head
+# PAGED_TILES    row tiles of all heads by SM: 0.97 was timed (one request of 512), fewer want split keys
+PAGED_QUERIES, PAGED_MEAN, PAGED_TILES = 128, 64, 0.75
+
+
+def paged_prefill(p: Any, target: Target) -> bool:
+    """Pages of whole groups of eight rows (8 1.2 x, 16 1.75 x, 64 2.2 x, 256 2.4 x; single rows 0.6 - 0.9 x), features that were timed
+    or have the same loop."""
+    if p.seq_q is None or p.max_seq_q is None or p.mask or p.variant or p.alibi or p.batch_invariant:
+        return False
+    tiles = -(-p.seq_q // TILE_OF_128) * p.num_q_heads
+    wide = min(p.head_dim, p.head_dim_v) >= 64 and (p.one_page or p.page_size % 8 == 0)
+    many = p.max_seq_q >= PAGED_QUERIES and p.seq_q >= PAGED_MEAN * p.batch
+    return wide and many and tiles >= PAGED_TILES * (target.sm_count or 0)
 
 
 def few_queries(p: Any, target: Target) -> bool:

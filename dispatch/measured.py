@@ -177,7 +177,9 @@ def _plain(value: Any) -> bool:
 
 def _like(config: Any, values: dict[str, Any]) -> Any:
     """A config of the same kind with other values; None where its fields are not these. A field that came after they were measured has its
-    default, which is what kernels did without it."""
+    default, which is what kernels did without it; one that went (``REMOVED``: name -> default) may have had that alone."""
+    gone = getattr(config, "REMOVED", {})
+    values = {name: value for name, value in values.items() if name not in gone or value != gone[name]}
     known = {f.name: f for f in fields(config)}
     if not set(values) <= set(known) or any(known[name].default is MISSING for name in set(known) - set(values)):
         return None
@@ -186,6 +188,11 @@ def _like(config: Any, values: dict[str, Any]) -> Any:
         part = getattr(config, name)
         parts[name] = _like(part, value) if is_dataclass(part) and isinstance(value, dict) else value
     return None if any(parts[name] is None and values[name] is not None for name in parts) else type(config)(**parts)
+
+
+def same_config(values: dict[str, Any], config: Any) -> bool:
+    """Is a config that was written down this one?"""
+    return bool(_like(config, values) == config)
 
 
 def _config(problem: Any, target: Target, c: Candidate, values: dict[str, Any]) -> Any:

@@ -19,12 +19,13 @@ from kernelgen.dispatch.conditions import (
     few_tasks,
     few_tiles,
     few_tokens,
+    fewer_than_a_tile,
     hopper_prefill,
-    long_attention,
     long_wide_heads,
     many_products,
     one_wave,
     packed_queries,
+    paged_prefill,
     plain_gemm,
     skinny,
 )
@@ -107,22 +108,25 @@ RULES: tuple[Rule, ...] = (
          kernel="attention/split_mma", when=long_wide_heads),
     Rule("attention", "generated", 55, "for calls whose tiles leave SMs idle, or that are a decode: this one is neither",
          target_kind="cuda", kernel="attention/split_mma"),
-    Rule("attention", "generated", 64, "TMA and WGMMA, a tile of queries and more: 0.31 - 0.87 x the time of prefill_mma, 0.69 - 1.03 x of "
-         "cuDNN's, in 32 problems (H200, 2026-11-30, tools/bench/results/h200_dispatch.json)", target_kind="cuda",
-         capability=(90,), kernel="attention/prefill_sm90", when=hopper_prefill),
+    Rule("attention", "generated", 64, "TMA and WGMMA, a tile of queries and more: 0.82 - 1.05 x the time of the faster of cuDNN and "
+         "FlashAttention-4 in 48 problems, 0.94 x in the mean (H200, 2026-12-01, tools/bench/results/h200_prefill_variants.json)",
+         target_kind="cuda", capability=(90,), kernel="attention/prefill_sm90", when=hopper_prefill),
     Rule("attention", "generated", 50, "TMA and WGMMA: fewer queries than a tile, masks and variants were not timed",
          target_kind="cuda", kernel="attention/prefill_sm90"),
-    Rule("attention", "generated", 22, "prefill_sm90 in CuTe-DSL, which has not run on a GPU: where a tuning finds it faster",
+    Rule("attention", "generated", 22, "prefill_sm90 in CuTe-DSL, right on an H200 and not timed there: where a tuning finds it faster",
          target_kind="cuda", kernel="attention/prefill_sm90_cute"),
-    Rule("paged_attention", "generated", 22, "prefill_sm90 over pages: not run on a GPU yet, so where a tuning finds it faster",
+    Rule("paged_attention", "generated", 61, "prefill_sm90 over pages, 128 queries and more: 1.2 - 2.5 x as fast as paged_mma in 13 "
+         "problems (H200, 2026-12-01, tools/bench/results/h200_paged_prefill.json)", target_kind="cuda", capability=(90,),
+         kernel="attention/paged_sm90", fits=paged_prefill),
+    Rule("paged_attention", "generated", 22, "prefill_sm90 over pages, where paged_mma is the faster one or it was not timed",
          target_kind="cuda", kernel="attention/paged_sm90"),
     Rule("attention", "generated", 65, "long keys and fewer tasks of prefill_cpu than threads: split_cpu gives those keys, too",
          target_kind="cpu", kernel="attention/split_cpu", fits=few_tasks),
     Rule("attention", "generated", 55, "for calls whose tasks leave threads idle: this one has enough", target_kind="cpu",
          kernel="attention/split_cpu"),
-    Rule("attention", "torch", 70, "D 128, many heads of 512 - 1,024 tokens, no mask: cuDNN in torch 2.11 takes 0.94 - 0.98 x the time of "
-         "prefill_sm90 (H200, 2026-11-30, tools/bench/results/h200_dispatch.json)", target_kind="cuda", capability=(90,), kernel="cudnn",
-         when=cudnn_lengths),
+    Rule("attention", "torch", 70, "D 128, many heads of 512 - 1,023 tokens, no mask: cuDNN in torch 2.11 takes 0.96 x the time of "
+         "prefill_sm90 (H200, 2026-12-01, tools/bench/results/h200_prefill_variants.json)", target_kind="cuda", capability=(90,),
+         kernel="cudnn", when=cudnn_lengths),
     *_cublas("torch", 70),
     Rule("gemm", "generated", 64, "TMA and WGMMA for few rows or columns: by the estimates of both Hopper products, whose figures were "
          "measured on an H200 (2026-11-30)", target_kind="cuda", capability=(90,), kernel="gemm/skinny_sm90", fits=skinny),
@@ -162,11 +166,11 @@ RULES: tuple[Rule, ...] = (
       for score, capability, when, why in ((64, (90,), fast, note), (22, (), lambda p: True, "such a problem or GPU was not timed"))),
     Rule("", "generated", 60, "specialised for this problem", general=True),
     Rule("", "torch", 40, "works everywhere torch does", general=True),
-    Rule("attention", "cudnn", 75, "D 128, many heads of 512 - 1,024 tokens, no mask: 0.94 - 0.98 x the time of prefill_sm90 "
-         "(H200, 2026-11-30, tools/bench/results/h200_dispatch.json)", target_kind="cuda", capability=(90,), when=cudnn_lengths),
-    Rule("attention", "flash_attn_4", 74, "0.69 - 0.96 x the time of ours: 12,288 keys and more (not D 128, causal), wide heads under "
-         "a causal mask, fewer queries than a tile; compiled in 2 - 4 s at its first use (H200, 2026-11-30, "
-         "tools/bench/results/h200_dispatch.json)", target_kind="cuda", capability=(90,), when=long_attention),
+    Rule("attention", "cudnn", 75, "D 128, many heads of 512 - 1,023 tokens, no mask: 0.96 x the time of prefill_sm90 "
+         "(H200, 2026-12-01, tools/bench/results/h200_prefill_variants.json)", target_kind="cuda", capability=(90,), when=cudnn_lengths),
+    Rule("attention", "flash_attn_4", 74, "fewer queries than a tile over 4,096 keys and more: 0.69 x the time of split_mma; compiled in "
+         "2 - 4 s at its first use (H200, 2026-11-30, tools/bench/results/h200_dispatch.json)", target_kind="cuda", capability=(90,),
+         when=fewer_than_a_tile),
     Rule("", "reference", 1, "slow eager float64 version"),
     Rule("", "cudnn", 35, "cuDNN by its own graphs: below everything that rules know; where it was measured, times decide"),
     Rule("", "flash_attn_4", 34, "FlashAttention-4: where it was measured, times decide"),
@@ -187,7 +191,7 @@ RULES: tuple[Rule, ...] = (
     Rule("moe", "flashinfer", 21, "before the oracle alone: it compiles for minutes at its first use, and was not run by this adapter on a "
          "GPU yet", target_kind="cuda"),
     Rule("", "flashinfer", 31, "FlashInfer, whose kernels are compiled for minutes at first use (unmeasured)"),
-    *(Rule(op, "triton", 21, "before the oracle alone: portable, untuned, not run on a GPU yet", target_kind="cuda")
+    *(Rule(op, "triton", 21, "before the oracle alone: portable, right on an H200 and not timed there", target_kind="cuda")
       for op in ("attention", "paged_attention")),
     Rule("", "triton", 30, "before the oracle: portable, untuned, 8.6 x the time of the best in the mean of 30 products (H200, 2026-11-30, "
          "tools/bench/results/h200_dispatch.json), for what has no kernel elsewhere"),

@@ -25,7 +25,7 @@ logger = logging.getLogger("kernelgen")
 _NOT_TAKEN = "not taken by auto (KERNELGEN_ASSUME_FINITE=1 allows it)"
 _ALL_THERE_IS = "may let a NaN or inf of a hidden key through, but beside the oracle nothing that a GPU has run takes this"
 _WITH_GRADIENT = "may let a NaN or inf of a hidden key through, as all do that have a backward, but the oracle"
-_LAST = ("reference", "triton")  # the oracle is no way to run a program; Triton's attention was not run on a GPU yet
+_LAST = ("reference", "triton")  # the oracle is no way to run a program; Triton's attention is right on a GPU, and was not timed yet
 _CLEARLY_LESS = 0.95  # predictions are not better than that
 _MEMO_LIMIT = 8192  # problems; a server with ever-changing lengths must not grow without bound
 _memo: dict[tuple[Any, Target, str, bool, str, tuple[str, ...]], Decision] = {}

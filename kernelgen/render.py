@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 _INCLUDE = re.compile(r'^\s*#\s*include\s*[<"](kernelgen/[^>"]+)[>"]', re.MULTILINE)
 # `from kernelgen_cute.layouts import tile` and `from kernelgen_cute import layouts, pipelines`, of Python kernels.
 _IMPORT = re.compile(r"^\s*from\s+kernelgen_cute(?:\.(\w+)\s+import\b|\s+import\s+(\w+(?:\s*,\s*\w+)*)\s*$)", re.MULTILINE)
-_COMMENT = re.compile(r"^[ \t]*//(?:(?!\{[{%#]).)*$", re.MULTILINE)  # a line that is one, and has no tag of Jinja's
+# A line that is one, or the end of a line behind two spaces without a quotation mark, and has no tag of Jinja's.
+_COMMENT = re.compile(r"(?:^[ \t]*//(?:(?!\{[{%#]).)*|[ \t]{2,}//(?:(?!\{[{%#]|[%}#]\})[^\"\n])*)$", re.MULTILINE)
 # Marks the template line that an output line came from; \x01 and \x02 cannot occur in a template.
 _MARK = re.compile("\x01([^\x01\x02]*):(\\d+)\x02")
 _TAG = re.compile(r"\{%.*?%\}|\{#.*?#\}|\{\{.*?\}\}", re.DOTALL)
@@ -64,8 +65,8 @@ def _packed() -> dict[str, str]:
 
 
 def without_comments(path: str, text: str) -> str:
-    """A template of C++ or CUDA with empty lines for those that are comments alone: a cache key that saw them would have kernels rebuilt
-    for a comment, and a quarter of what the templates take in a wheel would be comments. Lines keep their numbers."""
+    """A template of C++ or CUDA without its comments, be they lines or the ends of lines: a cache key that saw them would have kernels
+    rebuilt for a comment, and a third of what the templates take in a wheel would be comments. Lines keep their numbers."""
     return text if path.endswith((".py", ".py.jinja")) else _COMMENT.sub("", text)
 
 

@@ -150,7 +150,7 @@ def run(case: Case, family: Any, load: Callable[[KernelSpec], Any], *, what: str
 
 
 CAUSAL = Case(Config(2, 32), (150, 150), (170, 170), causal=True)
-STAGES = Case(Config(3, 48, query_stages=2), (170, 170, 170), (120, 120, 120), dtype="fp16", causal=True, kv_lens=(120, 0, 33))
+LENGTHS = Case(Config(3, 48), (170, 170, 170), (120, 120, 120), dtype="fp16", causal=True, kv_lens=(120, 0, 33))
 CASES = {
     "causal": CAUSAL,
     "causal, rows without keys": replace(CAUSAL, q_lens=(200,), k_lens=(90,), blocks=1),
@@ -160,10 +160,10 @@ CASES = {
     "window, cap, keys in use": Case(Config(1, 48, 3, False, resident=2), (77, 77, 77), (140, 140, 140), dims=(72, 40), dtype="fp16",
                                      window=(40, 9), soft_cap=5.0, kv_lens=(140, 0, 61), blocks=1),
     "ragged, three consumers": Case(Config(3, 32, 3), (17, 0, 230, 1, 64), (40, 9, 240, 70, 0), True, dims=(96, 96), causal=True),
-    "two stages of queries": STAGES,
+    "three consumers, keys in use": LENGTHS,
     "mask and sinks, no turns": Case(Config(2, 64, pingpong=False), (100, 100), (150, 150), heads=(4, 2), dims=(64, 96), sinks=True,
                                      mask="dense", kv_lens=(150, 70)),
-    "ragged, everything": Case(Config(2, 32, pingpong=False, out_over_query=True, query_stages=2), (17, 0, 150, 1), (40, 9, 240, 70), True,
+    "ragged, everything": Case(Config(2, 32, pingpong=False, out_over_query=True), (17, 0, 150, 1), (40, 9, 240, 70), True,
                                dims=(40, 72), dtype="fp16", mask="packed", soft_cap=3.0, window=(90, None), alibi=True,
                                variant=RelativeBias()),
 }
@@ -213,12 +213,12 @@ def near_the_end(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 CHANGES: dict[str, tuple[Case, Change]] = {
     "NaN": (CAUSAL, nonfinite(NAN)),
     "inf": (CAUSAL, nonfinite(INF)),
-    "all": (STAGES, nonfinite(NAN, INF, -INF)),
+    "all": (LENGTHS, nonfinite(NAN, INF, -INF)),
     "infinite keys": (CAUSAL, infinite_keys),
     "growing": (CAUSAL, growing(STEPS)),
     "growing, rows without keys": (replace(CAUSAL, q_lens=(200,), k_lens=(170,)), growing(STEPS)),
     "near the end of float's range": (CAUSAL, near_the_end),
-    "growing fp16": (replace(STAGES, kv_lens=(120, 100, 120)), growing(SMALL_STEPS)),
+    "growing fp16": (replace(LENGTHS, kv_lens=(120, 100, 120)), growing(SMALL_STEPS)),
 }
 
 # Heads of a group in one tile, of whose 64 rows a consumer all are in use or 60; keys of a tile over several blocks.
@@ -229,7 +229,7 @@ FEW_QUERIES = {
     "heads packed": PACKED,
     "three heads packed": Case(Config(2, 48, diagonal=1, pack_gqa=True), (50, 0, 1, 70), (60, 9, 40, 150), True, (6, 2), (72, 40),
                                "fp16", alibi=True, window=(40, 9)),
-    "keys split": Case(Config(2, 32, query_stages=2, splits=3), (150, 150), (170, 170), causal=True, kv_lens=(170, 20)),
+    "keys split": Case(Config(2, 32, splits=3), (150, 150), (170, 170), causal=True, kv_lens=(170, 20)),
     "keys split, ragged, sinks": Case(Config(1, 32, pingpong=False, splits=4), (17, 0, 130, 1), (40, 9, 240, 0), True, (4, 2), (64, 72),
                                       "fp16", sinks=True, soft_cap=5.0),
     "heads packed, keys split": PACKED_SPLIT,

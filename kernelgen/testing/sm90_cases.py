@@ -101,14 +101,11 @@ PREFILL: dict[str, tuple[Prefill, tuple[int, int], tuple[int, ...], tuple[int, .
     "prefill-narrow": (Prefill(1, 64, 3, pingpong=False, resident=3), (64, 40), (131,), (201,), True),
     "prefill-three-consumers": (Prefill(3, 128), (64, 64), (300,), (333,), True),
     "prefill-early-keys": (Prefill(2, 64, 3, value_stages=2, early_keys=True), (72, 40), (70, 0, 1, 200), (90, 40, 300, 77), True),
-    "prefill-own-tiles": (Prefill(3, 64, diagonal=2, polynomial=3), (64, 64), (300, 7), (333, 20), True),
+    "prefill-own-tiles": (Prefill(3, 64, diagonal=2), (64, 64), (300, 7), (333, 20), True),
     "prefill-out-parts": (Prefill(2, 64, out_parts=2), (256, 256), (131,), (201,), False),
     "prefill-shared-by-rows": (Prefill(2, 64, multicast=1), (64, 64), (300,), (333,), False),
-    "prefill-shared-by-heads": (Prefill(2, 64, early_keys=True, diagonal=1, multicast=2, longest_first=True), (72, 64),
-                                (70, 0, 1, 200), (90, 40, 300, 77), True),
     "prefill-packed": (Prefill(2, 64, pack_gqa=True), (72, 40), (70, 0, 1, 200), (90, 40, 300, 77), True),
     "prefill-packed-split": (Prefill(1, 64, 3, False, early_keys=True, pack_gqa=True, splits=3), (64, 64), (40,), (333,), True),
-    "prefill-query-stages": (Prefill(2, 64, query_stages=2), (64, 64), (300,), (333,), True),
 }
 
 

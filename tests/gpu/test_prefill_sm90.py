@@ -76,26 +76,23 @@ def every_config() -> list[tuple[int, Config]]:
     others = [
         (128, Config(1, 128, pingpong=False)), (128, Config(2, 128, pingpong=False)), (64, Config(3, 96)), (64, Config(2, 176, 3)),
         (64, Config(3, 64, 4, False)), (128, Config(2, 64, 3, out_over_query=True)), (32, Config(3, 128)), (32, Config(1, 256, 3)),
-        (128, Config(2, 128, query_stages=2)), (128, Config(2, 128, out_over_query=True, query_stages=2)),
-        (64, Config(3, 96, query_stages=2)), (64, Config(1, 64, 3, query_stages=2)), (128, Config(1, 64, pingpong=False, resident=2)),
-        (96, Config(3, 64, pingpong=False, out_over_query=True, query_stages=2)),
+        (128, Config(2, 128, out_over_query=True)), (64, Config(1, 64, 3)), (128, Config(1, 64, pingpong=False, resident=2)),
+        (96, Config(3, 64, pingpong=False, out_over_query=True)),
         (128, Config(2, 128, 3, value_stages=2)), (128, Config(2, 128, early_keys=True)),
         (256, Config(2, 80, out_over_query=True, early_keys=True)), (256, Config(2, 64, 3, out_over_query=True, value_stages=2)),
         (256, Config(2, 64, 3, out_over_query=True, value_stages=2, early_keys=True)),
         (64, Config(3, 128, 4, value_stages=3)), (64, Config(3, 128, 3, early_keys=True)),
         (72, Config(2, 96, 2, value_stages=4, early_keys=True)),
         (64, Config(3, 128, diagonal=1)), (64, Config(3, 128, diagonal=2)), (128, Config(2, 128, diagonal=2)),
-        (64, Config(3, 128, polynomial=4)),
         (128, Config(2, 128, 3, value_stages=2, diagonal=2)), (256, Config(2, 80, out_over_query=True, early_keys=True, diagonal=1)),
-        (64, Config(3, 128, 3, early_keys=True, diagonal=2, polynomial=3)), (256, Config(2, 64, out_parts=2)),
-        (128, Config(2, 128, uniform=True)), (64, Config(3, 128, 4, early_keys=True, polynomial=8, uniform=True)),
-        (128, Config(2, 128, multicast=1)), (128, Config(2, 128, multicast=2)), (256, Config(2, 80, out_over_query=True, multicast=1)),
-        (64, Config(3, 128, 4, early_keys=True, multicast=1)), (128, Config(2, 128, early_keys=True, diagonal=2, multicast=2)),
-        (40, Config(1, 64, 3, False, resident=3, diagonal=2, polynomial=2)),
+        (64, Config(3, 128, 3, early_keys=True, diagonal=2)), (256, Config(2, 64, out_parts=2)),
+        (128, Config(2, 128, multicast=1)), (256, Config(2, 80, out_over_query=True, multicast=1)),
+        (64, Config(3, 128, 4, early_keys=True, multicast=1)), (128, Config(2, 128, early_keys=True, diagonal=2)),
+        (40, Config(1, 64, 3, False, resident=3, diagonal=2)),
         (128, Config(2, 128, pack_gqa=True)), (64, Config(3, 128, pack_gqa=True)), (256, Config(2, 80, out_over_query=True, pack_gqa=True)),
         (128, Config(1, 128, 3, False, early_keys=True, pack_gqa=True, splits=5)), (128, Config(2, 128, 3, splits=2)),
         (256, Config(2, 64, pack_gqa=True, splits=3)), (72, Config(1, 64, 3, False, resident=2, diagonal=2, pack_gqa=True, splits=64)),
-        (64, Config(3, 128, multicast=2, splits=2)), (128, Config(2, 128, query_stages=2, pack_gqa=True, splits=3)),
+        (64, Config(3, 128, multicast=1, splits=2)), (128, Config(2, 128, pack_gqa=True, splits=3)),
     ]
     return list(dict.fromkeys(rows + others))
 
@@ -108,8 +105,8 @@ def test_every_config(d: int, config: Config, causal: bool) -> None:
         pytest.skip(refused)
 
 
-@pytest.mark.parametrize("config", [Config(2, 128), Config(2, 128, early_keys=True), Config(2, 96, polynomial=2),
-                                    Config(2, 64, early_keys=True, diagonal=2, polynomial=4)], ids=str)
+@pytest.mark.parametrize("config", [Config(2, 128), Config(2, 128, early_keys=True), Config(2, 96),
+                                    Config(2, 64, early_keys=True, diagonal=2)], ids=str)
 @pytest.mark.parametrize("layout", ["dense", "ragged"])
 def test_weights_of_inf_have_scores_made_again(config: Config, layout: str) -> None:
     """Logits of each tile outgrow those of the tile before by 2^150 and more, in every fourth row."""

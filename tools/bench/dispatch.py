@@ -228,6 +228,14 @@ def _newer_kernels(row: dict[str, Any], problem: Any, target: Target) -> set[str
     return {kernel for kernel, score in scores.items() if kernel not in there and score >= known}
 
 
+def _other_choice(row: dict[str, Any], problem: Any, target: Target) -> bool:
+    """Is the config that was measured of the kernel that rules put first another than it takes now? Its time would keep that out."""
+    ours = [c for c in select.candidates_of(problem, target, live=False) if c.backend == "generated" and c.verdict]
+    first = max(ours, key=lambda c: c.score, default=None)
+    timed = [m["config"] for m in row["measurements"] if first is not None and m["kernel"] == first.kernel and m["us"] is not None]
+    return bool(timed) and first is not None and not any(measured.same_config(config, first.config) for config in timed)
+
+
 def write_defaults(rows: list[dict[str, Any]], folder: Path, target: Target, here: Machine) -> cost.Machine:
     """cost.json from the problems that are not held out, and the times of all as defaults."""
     by_name = {str(case.problem(target)): case.problem(target) for case in cases()}
@@ -241,7 +249,7 @@ def write_defaults(rows: list[dict[str, Any]], folder: Path, target: Target, her
     for row in rows:
         problem = by_name.get(row["problem"]) if row["problem"] in ships else None
         name = measured.bucket(problem) if problem is not None else None
-        if name is not None and row["times"] and not _newer_kernels(row, problem, target):
+        if name is not None and row["times"] and not (_newer_kernels(row, problem, target) or _other_choice(row, problem, target)):
             most = _FAR_BEHIND * min(row["times"].values())
             found[problem.op][name] = tuple(
                 Measurement(**m | {"us": float(f"{m['us']:.4g}")}) for m in row["measurements"]

@@ -123,12 +123,8 @@ VARIANTS: dict[tuple[tuple[int, int], bool], tuple[Config, ...]] = {
         Config(2, 64, early_keys=True, diagonal=1, out_parts=2), _OVER(64), Config(2, 64, diagonal=1, out_parts=2), _OVER(80)),
     ((192, 128), True): (_OVER(128, early_keys=True, diagonal=2), _OVER(128), _OVER(128, early_keys=True), _OVER(128, diagonal=2)),
 }
-# The same of heads that share keys.
-GROUPED: dict[tuple[tuple[int, int], bool], tuple[Config, ...]] = {((128, 128), True): (Config(2, 128, multicast=2),)}
 # MiB, under a causal mask: where a pass over the keys takes so long that L2 need not hold them.
 SECTIONS: dict[int, tuple[int, ...]] = {8192: (64,), 16384: (64, 128)}
-# Of ragged calls, all of which are of this kind.
-RAGGED = (Config(2, 128, longest_first=True),)
 # Keys up to which the configs of short calls are timed as well.
 SHORT: dict[tuple[tuple[int, int], bool], tuple[int, tuple[Config, ...]]] = {
     ((64, 64), False): (1024, (_NARROW(), _NARROW(early_keys=True), Config(2, 128))),
@@ -155,7 +151,7 @@ def configs_of(case: Case, target: Target) -> list[Config]:
     used = next(prefill_sm90.candidates(problem, target))
     sections = SECTIONS.get(case.lens[0], ()) if case.causal and not case.ragged else ()
     wanted = (used, *(replace(config, section=size) for config in (used, VARIANTS[key][0]) for size in sections), *VARIANTS[key],
-              *(GROUPED[key] if case.group > 1 else ()), *(RAGGED if case.ragged else ()), *(short if max(case.lens) <= most else ()))
+              *(short if max(case.lens) <= most else ()))
     return [config for config in dict.fromkeys(wanted) if prefill_sm90.legal(problem, target, config)]
 
 

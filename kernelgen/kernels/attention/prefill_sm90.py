@@ -80,9 +80,9 @@ def shared_memory(problem: AttentionProblem, config: Config) -> int:
     depth, columns = round_up(problem.head_dim, _BOX), round_up(problem.head_dim_v, _BOX)
     queries, out = 64 * 2 * depth, 64 * 2 * columns
     apart = 0 if c.splits > 1 else out // c.out_parts  # partial results leave from registers
-    of_consumer = c.query_stages * max(queries, out) if c.out_over_query else c.query_stages * queries + apart
+    of_consumer = max(queries, out) if c.out_over_query else queries + apart
     tiles = c.consumers * of_consumer + c.block_k * 2 * (c.stages * depth + c.value_ring * columns)
-    barriers = 16 * c.stages + 24 * c.value_ring + 16 * c.consumers * c.query_stages
+    barriers = 16 * c.stages + 24 * c.value_ring + 16 * c.consumers
     return round_up(round_up(tiles + barriers, 16) + 2 * 16 + 2 * 32 + c.value_ring * 16, 128)
 
 
@@ -99,21 +99,16 @@ def legal(problem: AttentionProblem, target: Target, config: Config) -> Verdict:
     shared, registers = shared_memory(problem, c), registers_of(problem, c)
     return first_no(
         (c.block_k % 16 == 0 and 16 <= c.block_k <= 256, f"block_k {c.block_k} is not a multiple of 16 up to 256"),
-        (min(c.stages, c.value_ring) >= 2 and c.query_stages in (1, 2),
-         f"{c.stages} stages of keys, {c.value_ring} of values, at least 2; {c.query_stages} of queries, 1 or 2"),
+        (min(c.stages, c.value_ring) >= 2, f"{c.stages} stages of keys, {c.value_ring} of values, at least 2"),
         (c.diagonal in (0, 1) or (c.diagonal == 2 and c.block_k % 32 == 0),
          f"diagonal {c.diagonal} beside {c.block_k} keys: 0, 1, or 2 beside a multiple of 32"),
-        (c.polynomial in (0, 2, 3, 4, 6, 8), f"every {c.polynomial}th exponential by a polynomial: 2, 3, 4, 6, 8, or 0 for none"),
-        (c.multicast in (0, 1, 2) and (not c.multicast or c.resident == 1),
-         f"multicast {c.multicast}, {c.resident} blocks of an SM: 0, or 1 and 2 of one block"),
-        (c.multicast != 1 or (problem.layout == "dense" and not problem.causal and not problem.windowed),
+        (c.multicast == 0 or (c.multicast == 1 and c.resident == 1),
+         f"multicast {c.multicast}, {c.resident} blocks of an SM: 0, or 1 of one block"),
+        (c.multicast == 0 or (problem.layout == "dense" and not problem.causal and not problem.windowed),
          "multicast 1: row tiles of a head that see the same keys, dense and without a causal mask or window"),
-        (c.multicast != 2 or problem.group_size % 2 == 0, f"multicast 2: groups of {problem.group_size} heads, got no even number"),
         (c.out_parts in (1, 2) and (c.out_parts == 1 or (not c.out_over_query and round_up(problem.head_dim_v, _BOX) % (2 * _BOX) == 0)),
          f"{c.out_parts} parts of results of {problem.head_dim_v} columns: 1, or 2 of whole boxes of {_BOX} beside the queries"),
         (bool(divided := divides(problem, c)), divided.reason),
-        (not (c.polynomial and problem.return_lse), "polynomials are not exact enough for an LSE"),
-        (c.diagonal == 0 or c.query_stages == 1, f"diagonal {c.diagonal} beside {c.query_stages} stages of queries"),
         (row_tiles_of(problem, c)[1] <= _MAX_TILES,
          f"{row_tiles_of(problem, c)[1]} row tiles of {problem.num_q_heads} heads, at most {_MAX_TILES}"),
         (registers <= c.registers, f"config {c} needs about {registers} registers, a consumer has {c.registers}"),
@@ -147,8 +142,8 @@ def grid(problem: AttentionProblem, target: Target) -> Iterator[Config]:
     """What a search looks at beside the candidates: every tile and schedule that is legal, with as many stages as fit."""
     for consumers, resident in ((1, 1), (1, 2), (1, 3), (2, 1), (3, 1)):
         for block_k in range(48, 257, 16):
-            for pingpong, over, query_stages in itertools.product((True, False) if consumers > 1 else (False,), (False, True), (1, 2)):
-                found = (Config(consumers, block_k, stages, pingpong, over, query_stages, resident) for stages in (4, 3, 2))
+            for pingpong, over in itertools.product((True, False) if consumers > 1 else (False,), (False, True)):
+                found = (Config(consumers, block_k, stages, pingpong, over, resident) for stages in (4, 3, 2))
                 config = next((c for c in found if legal(problem, target, c)), None)
                 if config:
                     yield config
@@ -161,9 +156,8 @@ def described(problem: AttentionProblem, config: Config) -> tuple[dict[str, Any]
     parameters = mma.options(
         p, tile, ragged=p.layout == "ragged", kv_lens=p.kv_lens, out_element=p.out_dtype, shared_memory=shared_memory(p, c),
         value_stages=c.value_ring, early_keys=c.early_keys, pingpong=c.pingpong, out_over_query=c.out_over_query,
-        query_stages=c.query_stages, resident=c.resident, diagonal=c.diagonal, polynomial=c.polynomial, uniform=c.uniform,
-        longest_first=c.longest_first, out_parts=c.out_parts, multicast=c.multicast, page_rows=0, packed_heads=packed_heads(p, c),
-        split=c.splits > 1, **({"merge_threads": MERGE_THREADS} if c.splits > 1 else {}),
+        resident=c.resident, diagonal=c.diagonal, out_parts=c.out_parts, multicast=c.multicast, page_rows=0,
+        packed_heads=packed_heads(p, c), split=c.splits > 1, **({"merge_threads": MERGE_THREADS} if c.splits > 1 else {}),
         mma_columns=" ".join(str(n) for n in sorted({c.block_k, c.block_k // (2 if c.diagonal == 2 else 1), round_up(p.head_dim_v, 16)})))
     words = [*mma.words_of(parameters, tile)[:-len(str(tile).split())], *str(c).split()]
     return parameters, [{"gqa": f"gqa{packed_heads(p, c)}", "split2": "split"}.get(word, word) for word in words]
@@ -183,8 +177,8 @@ def row_tiles_of(problem: AttentionProblem, config: Config) -> tuple[int, int]:
     """(row tiles of a dense request, row tiles in all; ragged: a bound from Tq alone), of a cluster where blocks share keys; parts of
     them where keys are split."""
     p, c, packed = problem, config, packed_heads(problem, config)
-    tiles = -(-p.seq_q // (queries_of(p, c) * (2 if c.multicast == 1 else 1)))
-    heads = p.num_q_heads // (2 if c.multicast == 2 else packed)
+    tiles = -(-p.seq_q // (queries_of(p, c) * c.blocks))
+    heads = p.num_q_heads // packed
     if p.layout == "ragged":
         return 0, (tiles + p.batch if tiles and p.batch else 0) * heads * c.splits
     return tiles * c.splits, tiles * p.batch * heads * c.splits
@@ -252,11 +246,9 @@ def coverage() -> Iterable[tuple[AttentionProblem, Config | None]]:
     yield replace(base, causal=True), Config(2, 128, 2, False)
     yield base, Config(2, 128, 3, value_stages=2)
     yield replace(base, causal=True), Config(2, 128, diagonal=2)
-    yield replace(base, causal=True, head_dim=64, head_dim_v=64), Config(3, 128, polynomial=4)
     yield base, Config(2, 128, early_keys=True)
     yield replace(base, head_dim=256, head_dim_v=256), Config(2, 80, out_over_query=True, early_keys=True)
     yield base, Config(2, 128, early_keys=True, multicast=1)
-    yield replace(base, causal=True, layout="ragged"), Config(2, 128, early_keys=True, multicast=2)
     yield replace(base, head_dim=256, head_dim_v=256, causal=True), Config(2, 64, early_keys=True, diagonal=1, out_parts=2)
     yield replace(base, causal=True, return_lse=True), Config(2, 128, pack_gqa=True)
     yield replace(base, causal=True, sinks=True, return_lse=True), Config(2, 128, 3, splits=4)

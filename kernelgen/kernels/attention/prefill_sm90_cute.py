@@ -105,8 +105,7 @@ def shared_memory(problem: AttentionProblem, config: Config) -> int:
 
 
 # What configs of the sibling can choose and these cannot.
-_OF_SM90 = ("value_stages", "early_keys", "diagonal", "polynomial", "out_parts", "multicast", "uniform", "longest_first",
-            "pack_gqa", "splits")
+_OF_SM90 = ("value_stages", "early_keys", "diagonal", "out_parts", "multicast", "pack_gqa", "splits")
 
 
 def legal(problem: AttentionProblem, target: Target, config: Config) -> Verdict:
@@ -115,7 +114,6 @@ def legal(problem: AttentionProblem, target: Target, config: Config) -> Verdict:
     common = prefill_sm90.legal(problem, target, c)
     return first_no(
         (common.ok, common.reason),
-        (c.query_stages == 1, f"config {c}: prefill_sm90_cute has queries in one stage"),
         (not (extra := [name for name in _OF_SM90 if getattr(c, name) != getattr(Sm90Config, name)]),
          f"config {c}: {', '.join(extra)} of prefill_sm90 alone"),
         (c.resident * (shared + RESERVED_SHARED_MEMORY) <= target.shared_memory_per_block,

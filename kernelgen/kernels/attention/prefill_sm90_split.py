@@ -55,7 +55,7 @@ def divides(problem: AttentionProblem, config: Config) -> Verdict:
     parts = p.seq_q * (1 if p.layout == "ragged" else p.batch) * p.num_q_heads * c.splits
     return first_no(
         (not c.pack_gqa or 2 <= p.group_size <= _ROWS, f"pack_gqa: groups of {p.group_size} heads, 2 to {_ROWS} fit a consumer's rows"),
-        (not c.pack_gqa or c.multicast == 0, f"pack_gqa beside multicast {c.multicast}, which shares tiles of single heads"),
+        (not c.pack_gqa or c.multicast == 0, f"pack_gqa beside multicast {c.multicast}, which shares tiles of a single head"),
         (1 <= c.splits <= MAX_SPLITS, f"{c.splits} splits of a tile's keys: 1 to {MAX_SPLITS}"),
         (c.splits == 1 or not c.out_over_query, "splits beside out_over_query: partial results leave from registers"),
         (c.splits == 1 or c.out_parts == 1, f"splits beside {c.out_parts} parts of results, which leave from registers"),

@@ -102,6 +102,27 @@ def test_a_config_that_has_a_field_more_since() -> None:
     assert measured._like(now, {name: value for name, value in before.items() if name != "block_k"}) is None, "which has no default"
 
 
+def test_a_config_that_has_a_field_less_since() -> None:
+    """What was stored counts where it did what is left without that field, and is left out, without an error, where it did not."""
+    from kernelgen.kernels.attention.prefill_sm90_configs import Config
+
+    now = Config(2, 128, 2)
+    before = asdict(now) | {"query_stages": 1, "polynomial": 0, "uniform": False, "longest_first": False}
+    assert measured._like(Config(3, 64), before) == now
+    for name, value in (("query_stages", 2), ("polynomial", 4), ("uniform", True), ("longest_first", True)):
+        assert measured._like(now, before | {name: value}) is None
+
+
+def test_every_config_that_ships_is_one_of_today() -> None:
+    """By the table of an H200, where configs of prefill_sm90 have a field of before."""
+    stored = json.loads((Path(measured.__file__).parent / "data" / "sm_90a-h200" / "attention.json").read_text())
+    configs = [row["config"] for rows in stored["problems"].values() for row in rows if row["kernel"] == "attention/prefill_sm90"]
+    assert any("query_stages" in config for config in configs)
+    from kernelgen.kernels.attention.prefill_sm90_configs import Config
+
+    assert all(measured._like(Config(2, 128), config) for config in configs if config)
+
+
 def test_another_release_makes_the_whole_bucket_stale() -> None:
     _save(_measurement("generated", "gemm/gemm_cpu", 80.0), _measurement("torch", "", 20.0, release="1.0"))
     decision = kernelgen.explain("gemm", _A, _B)

@@ -73,8 +73,23 @@ def test_one_spec_for_all_lengths_batches_head_counts_and_large_pages() -> None:
     assert len({spec.name, large[0].name, single[0].name}) == 3
 
 
-def test_it_is_taken_where_nobody_measured_it_only_by_name() -> None:
-    decision = choose(BASE, H200, "generated", live=False)
+@pytest.mark.parametrize("change", [
+    {}, {"page_size": 8}, {"page_size": 256}, {"one_page": True, "page_size": 5000}, {"head_dim": 64, "head_dim_v": 64}, {"causal": False},
+    {"batch": 1, "seq_q": 512, "max_seq_q": 512}, {"batch": 16, "seq_q": 2048, "max_seq_q": 128}, {"head_dim": 256, "head_dim_v": 256},
+], ids=str)
+def test_it_is_taken_where_it_was_the_faster_one(change: dict[str, Any]) -> None:
+    decision = choose(replace(BASE, **change), H200, live=False)
+    assert decision.chosen is not None and decision.chosen.kernel == "attention/paged_sm90", str(decision)
+
+
+@pytest.mark.parametrize("change", [
+    {"page_size": 1}, {"page_size": 20}, {"batch": 64, "seq_q": 4096, "max_seq_q": 64},
+    {"batch": 64, "seq_q": 2048 + 63, "max_seq_q": 2048},
+    {"batch": 1, "seq_q": 256, "max_seq_q": 256}, {"seq_q": None, "max_seq_q": None}, {"alibi": True}, {"mask": "packed"},
+    {"batch_invariant": True}, {"max_seq_q": 1, "seq_q": 4},
+], ids=str)
+def test_elsewhere_it_is_taken_only_by_name(change: dict[str, Any]) -> None:
+    decision = choose(replace(BASE, **change), H200, "generated", live=False)
     assert decision.chosen is not None and decision.chosen.kernel == "attention/paged_mma"
     mine = next(c for c in decision.candidates if c.kernel == "attention/paged_sm90")
     assert mine.verdict and mine.score < decision.chosen.score
@@ -106,7 +121,7 @@ def test_refusals_name_the_value(change: dict[str, Any], words: str) -> None:
 
 
 @pytest.mark.parametrize("config, words", [
-    (Config(2, 64, multicast=2), "multicast 2"), (Config(2, 72), "block_k 72"), (Config(2, 128, 4), "bytes of shared memory"),
+    (Config(2, 64, multicast=1), "multicast 1"), (Config(2, 72), "block_k 72"), (Config(2, 128, 4), "bytes of shared memory"),
 ], ids=str)
 def test_illegal_configs_say_why(config: Config, words: str) -> None:
     verdict = paged_sm90.legal(BASE, H200, config)

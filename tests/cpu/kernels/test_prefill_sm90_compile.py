@@ -141,11 +141,10 @@ def test_specs_have_names_of_their_own() -> None:
                                      {"q_dtype": "fp16", "kv_dtype": "fp16", "out_dtype": "fp16"}]
     specs = [_spec(replace(BASE, **change), config) for change in changes]
     specs += [_spec(BASE, c) for c in (Config(1, 64), Config(2, 80), replace(config, stages=3), replace(config, pingpong=False),
-                                       replace(config, out_over_query=True), replace(config, query_stages=2), Config(1, 64, resident=2),
+                                       replace(config, out_over_query=True), Config(1, 64, resident=2),
                                        replace(config, value_stages=3), replace(config, early_keys=True), replace(config, diagonal=1),
-                                       replace(config, diagonal=2), replace(config, polynomial=3),
-                                       replace(config, out_parts=2), replace(config, multicast=1), replace(config, multicast=2),
-                                       replace(config, uniform=True), replace(config, longest_first=True),
+                                       replace(config, diagonal=2),
+                                       replace(config, out_parts=2), replace(config, multicast=1),
                                        replace(config, pack_gqa=True), replace(config, splits=2), replace(config, pack_gqa=True, splits=2))]
     specs += [_spec(replace(BASE, num_q_heads=8), replace(config, pack_gqa=True))]
     assert len({spec.name for spec in specs}) == len(set(specs)) == len(specs)
@@ -174,11 +173,9 @@ def test_other_chips_are_refused(arch: str) -> None:
     (Config(4, 64), "4 consumers"), (Config(1, 64, resident=4), "4 blocks of an SM"), (Config(2, 72), "block_k 72"),
     (Config(2, 272), "block_k 272"), (Config(2, 64, 1), "1 stages"),
     (Config(2, 64, 3, value_stages=1), "1 of values"), (Config(2, 80, diagonal=2), "diagonal 2 beside 80 keys"),
-    (Config(2, 64, diagonal=3), "diagonal 3"), (Config(2, 64, query_stages=2, diagonal=1), "beside 2 stages of queries"),
-    (Config(2, 64, polynomial=1), "every 1th"), (Config(2, 64, out_parts=2, out_over_query=True), "2 parts of results"),
-    (Config(2, 64, multicast=3), "multicast 3"), (Config(1, 48, resident=2, multicast=1), "multicast 1, 2 blocks"),
-    (Config(2, 64, query_stages=3), "3 of queries"),
-    (Config(2, 64, pack_gqa=True, multicast=2), "pack_gqa beside multicast 2"), (Config(2, 64, splits=0), "0 splits"),
+    (Config(2, 64, diagonal=3), "diagonal 3"), (Config(2, 64, out_parts=2, out_over_query=True), "2 parts of results"),
+    (Config(2, 64, multicast=2), "multicast 2, 1 blocks"), (Config(1, 48, resident=2, multicast=1), "multicast 1, 2 blocks"),
+    (Config(2, 64, pack_gqa=True, multicast=1), "pack_gqa beside multicast 1"), (Config(2, 64, splits=0), "0 splits"),
     (Config(2, 64, splits=257), "257 splits"), (Config(2, 64, out_over_query=True, splits=2), "splits beside out_over_query"),
     (Config(2, 64, out_parts=2, splits=2), "splits beside 2 parts"),
     (Config(3, 128), "registers, a consumer has 160"), (Config(2, 128, 4), "bytes of shared memory"),
@@ -189,18 +186,11 @@ def test_illegal_configs_say_why(config: Config, words: str) -> None:
     assert not verdict and words in verdict.reason, verdict
 
 
-def test_polynomials_are_for_calls_without_an_lse() -> None:
-    config = Config(2, 64, polynomial=4)
-    assert prefill_sm90.legal(BASE, H200, config)
-    assert "LSE" in prefill_sm90.legal(replace(BASE, return_lse=True), H200, config).reason
-
-
 def test_who_may_share_keys() -> None:
-    rows, heads = Config(2, 64, multicast=1), Config(2, 64, multicast=2)
-    assert prefill_sm90.legal(BASE, H200, rows) and prefill_sm90.legal(replace(BASE, causal=True), H200, heads)
+    rows = Config(2, 64, multicast=1)
+    assert prefill_sm90.legal(BASE, H200, rows)
     for change in ({"causal": True}, {"window": (9, None)}, {"layout": "ragged"}):
         assert "row tiles" in prefill_sm90.legal(replace(BASE, **change), H200, rows).reason  # type: ignore[arg-type]
-    assert "groups of 3" in prefill_sm90.legal(replace(BASE, num_q_heads=12), H200, heads).reason
 
 
 def test_who_may_pack_heads_and_split_keys() -> None:

@@ -68,7 +68,6 @@ struct PagedSm90 : DenseRows<Shape, PagedSm90Params> {
     const int first = p.q_indptr[request];
     return max(min(p.q_indptr[request + 1], p.q_rows) - first, 0);
   }
-  __device__ static int num_keys(const Params& p, int request) { return p.kv_lens[request]; }
   __device__ static void find_request(const Params& p, Work& work) {
     work.q_start = p.q_indptr[work.request];
     work.seq_q = p.q_indptr[work.request + 1] - work.q_start;

@@ -40,7 +40,6 @@ struct PrefillSm90 : Sm90Shape<Options> {
   using typename Shape::Values;
   using Shape::kBlockK;
   using Shape::kBoxColumns;
-  using Shape::kCarries;
   using Shape::kChecks;
   using Shape::kCheckers;
   using Shape::kConsumers;
@@ -89,14 +88,9 @@ struct PrefillSm90 : Sm90Shape<Options> {
     return {{begin, max(min(ceil_div(last.last, kBlockK), span.end), begin + 1), {last.first, first.last}}, last.last};
   }
 
-  using QueryAt = RingPosition<Options::kQueryStages>;
-  __device__ static uint32_t queries_full(uint32_t shared, int stage, int group) {
-    return shared + Shape::kQueriesAt + (stage * kConsumers + group) * 16;
-  }
-  __device__ static uint32_t queries_empty(uint32_t shared, int stage, int group) { return queries_full(shared, stage, group) + 8; }
-  __device__ static uint32_t query_tile(uint32_t shared, int stage, int group) {
-    return shared + (stage * kConsumers + group) * Shape::kQueryBytes;
-  }
+  __device__ static uint32_t queries_full(uint32_t shared, int group) { return shared + Shape::kQueriesAt + group * 16; }
+  __device__ static uint32_t queries_empty(uint32_t shared, int group) { return queries_full(shared, group) + 8; }
+  __device__ static uint32_t query_tile(uint32_t shared, int group) { return shared + group * Shape::kQueryBytes; }
   __device__ static uint32_t checked(uint32_t shared, int stage) { return shared + Shape::kCheckedAt + stage * 8; }
   __device__ static uint32_t flags(uint32_t shared, int stage) { return shared + Shape::kFlagsAt + stage * 16; }
   __device__ static uint32_t key_tile(uint32_t shared, int stage) { return shared + Shape::kKeysAt + stage * Shape::kKeyBytes; }
@@ -136,7 +130,7 @@ struct PrefillSm90 : Sm90Shape<Options> {
     const ValueRing values{shared + Shape::kValueRingAt};
     typename KeyRing::Position k_at;
     typename ValueRing::Position v_at;
-    QueryAt q_at;
+    RingPosition<1> q_at;  // of every consumer's queries
     const bool issues = lane_id() == 0;
     Work work;
     for (;; dealer.advance()) {
@@ -173,12 +167,12 @@ struct PrefillSm90 : Sm90Shape<Options> {
       load_keys(span.end - 1);
 #pragma unroll
       for (int group = 0; group < kConsumers; ++group) {
-        const uint32_t full = queries_full(shared, q_at.stage, group);
-        barrier_wait(queries_empty(shared, q_at.stage, group), q_at.parity ^ 1);
+        const uint32_t full = queries_full(shared, group);
+        barrier_wait(queries_empty(shared, group), q_at.parity ^ 1);
         if (issues) {
           barrier_arrive_expect(full, Shape::kKeyBoxes * Shape::kQueryRows * kSwizzleRowBytes);
           const int row = work.q_start + work.first_query + group * Shape::kQueries;
-          load_tile<Shape::kKeyBoxes, QueryBox::kBytes>(query_tile(shared, q_at.stage, group), p.map_q, full,
+          load_tile<Shape::kKeyBoxes, QueryBox::kBytes>(query_tile(shared, group), p.map_q, full,
                                                         Shape::kPackedHeads > 1 ? work.head_ : row, Shape::kPackedHeads > 1 ? row : work.head_,
                                                         request);
         }
@@ -226,9 +220,6 @@ struct PrefillSm90 : Sm90Shape<Options> {
     ring.wait_full(at);
     if constexpr (Shape::kGathers) tma_store_fence();
   }
-
-  // What all lanes have alike. ptxas does not see that stages are, and moves each descriptor to uniform registers by itself, just in time.
-  __device__ static uint32_t uniform(uint32_t x) { return Options::kUniform ? __shfl_sync(kFullWarp, x, 0) : x; }
 
   // By the first `Keys` keys of a tile.
   template <int Keys>
@@ -301,10 +292,9 @@ struct PrefillSm90 : Sm90Shape<Options> {
     if constexpr (Shape::kQueryRows < kMmaRows) {
       constexpr int kUnused = (kMmaRows - Shape::kQueryRows) * 8;
       const uint32_t zeros[4] = {0, 0, 0, 0};
-      for (int i = threadIdx.x % kWarpgroupThreads; i < Options::kQueryStages * Shape::kKeyBoxes * kUnused; i += kWarpgroupThreads) {
+      for (int i = threadIdx.x % kWarpgroupThreads; i < Shape::kKeyBoxes * kUnused; i += kWarpgroupThreads) {
         const int box = i / kUnused, at = i % kUnused;
-        store_chunk(query_tile(shared, box / Shape::kKeyBoxes, group) + box % Shape::kKeyBoxes * QueryBox::kBytes +
-                    swizzled_chunk(Shape::kQueryRows + at / 8, at % 8), zeros);
+        store_chunk(query_tile(shared, group) + box * QueryBox::kBytes + swizzled_chunk(Shape::kQueryRows + at / 8, at % 8), zeros);
       }
       tma_store_fence();
       named_barrier_sync(kOfConsumer + group, kWarpgroupThreads);
@@ -318,8 +308,8 @@ struct PrefillSm90 : Sm90Shape<Options> {
     if constexpr (kPingpong) named_barrier_arrive(kTurn + (group + 1) % kConsumers, 2 * kWarpgroupThreads);
   }
 
-  __device__ static void release_queries(uint32_t shared, int stage, int group) {
-    if (lane_id() == 0) barrier_arrive(queries_empty(shared, stage, group));
+  __device__ static void release_queries(uint32_t shared, int group) {
+    if (lane_id() == 0) barrier_arrive(queries_empty(shared, group));
   }
 
   // The next row tile with any key; results of those in front of it that have none are written here.
@@ -340,8 +330,7 @@ struct PrefillSm90 : Sm90Shape<Options> {
     const ValueRing values{shared + Shape::kValueRingAt};
     typename KeyRing::Position k_at;
     typename ValueRing::Position v_at;
-    QueryAt q_at;     // of the row tile whose first scores are made
-    int q_stage = 0;  // of the one under way
+    uint32_t query_parity = 0;
     const bool edited = p.q_flip != 0 || p.q_keep != 0xffffffffu;
     clear_unused_rows(shared, group);
     if (kPingpong && group == kConsumers - 1) named_barrier_arrive(kTurn, 2 * kWarpgroupThreads);  // the first turn is the first consumer's
@@ -354,15 +343,15 @@ struct PrefillSm90 : Sm90Shape<Options> {
 
     const auto wait_queries = [&] {
       wait_tile(keys, k_at);
-      barrier_wait(queries_full(shared, q_at.stage, group), q_at.parity);
-      if (edited) edit_queries(p, query_tile(shared, q_at.stage, group), group);
+      barrier_wait(queries_full(shared, group), query_parity);
+      if (edited) edit_queries(p, query_tile(shared, group), group);
     };
-    const auto start_scores = [&](int stage) {
-      multiply_keys<kBlockK>(scores, uniform(query_tile(shared, stage, group)), uniform(key_tile(shared, k_at.stage)));
+    const auto start_scores = [&] {
+      multiply_keys<kBlockK>(scores, query_tile(shared, group), key_tile(shared, k_at.stage));
       wgmma_commit();
     };
     const auto start_output = [&] {
-      multiply_values(output, weights, uniform(value_tile(shared, v_at.stage)));
+      multiply_values(output, weights, value_tile(shared, v_at.stage));
       wgmma_commit();
     };
     const auto end_output = [&] {
@@ -370,14 +359,16 @@ struct PrefillSm90 : Sm90Shape<Options> {
       values.release(v_at.stage);
       v_at.advance();
     };
-    // Waits for the values of a tile, which are finite where some row must not see them.
-    const auto wait_values = [&](int tile) {
+    // Waits for the values of a tile, which are finite where some row must not see them. `by_one`: the flags are read by the lane that gives
+    // the tile back (racecheck does not see that __syncwarp orders the others' reads).
+    const auto wait_values = [&](int tile, bool by_one = false) {
       wait_tile(values, v_at);
       if constexpr (kChecks) {
         if (!span.partial(tile)) return;
         barrier_wait(checked(shared, v_at.stage), v_at.parity);
-        uint32_t found[4];
-        load_chunk(found, flags(shared, v_at.stage));
+        uint32_t found[4] = {};
+        if (!by_one || lane_id() == 0) load_chunk(found, flags(shared, v_at.stage));
+        if (by_one) found[0] = __shfl_sync(kFullWarp, found[0] | found[1] | found[2], 0);
         if ((found[0] | found[1] | found[2]) != 0) Tiles::absorb(output, p, work, tile * kBlockK, value_tile(shared, v_at.stage));
       }
     };
@@ -394,7 +385,7 @@ struct PrefillSm90 : Sm90Shape<Options> {
       give_keys_back();
     };
     const auto pass_over_values = [&](int tile) {
-      wait_values(tile);
+      wait_values(tile, true);
       __syncwarp();
       end_output();
     };
@@ -403,17 +394,7 @@ struct PrefillSm90 : Sm90Shape<Options> {
       give_turn(group);
     };
 
-    if constexpr (kCarries) {
-      if (!next_tile(p, tiles, work, span)) return;
-      wait_queries();
-      wgmma_fence();
-      start_scores(q_at.stage);
-      wgmma_wait<0>();
-    }
-    for (;;) {
-      if constexpr (!kCarries) {
-        if (!next_tile(p, tiles, work, span)) return;
-      }
+    while (next_tile(p, tiles, work, span)) {
       const OwnSpan own = own_span(p, work, span, group);
       DeferredSoftmax<Shape> softmax;
       const auto to_logits = [&](int tile) {
@@ -430,19 +411,18 @@ struct PrefillSm90 : Sm90Shape<Options> {
         if (kByReference && softmax.settled) {
           done = softmax.step_by_reference(scores, scale);
           if (!done) {
-            remake_scores(scores, query_tile(shared, q_stage, group) + work.warp % 4 * 16 * kSwizzleRowBytes, key_tile(shared, k_stage), p,
+            remake_scores(scores, query_tile(shared, group) + work.warp % 4 * 16 * kSwizzleRowBytes, key_tile(shared, k_stage), p,
                           work, tile * kBlockK);
             to_logits(tile);
           }
         }
         if (!done) softmax.step_by_maximum(scores, scale);
         if constexpr (!Options::kEarlyKeys) give_keys_back();
-        if (!Options::kOutOverQuery && tile == own.begin) release_queries(shared, q_stage, group);
+        if (!Options::kOutOverQuery && tile == own.begin) release_queries(shared, group);
       };
 #pragma unroll
       for (int i = 0; i < Shape::kOutputCount; ++i) output[i] = 0.0f;
       int tile = span.end - 1;
-      q_stage = q_at.stage;
       if constexpr (Shape::kOwnTiles) {
         for (; tile >= own.end; --tile) {
           pass_over_keys();
@@ -450,11 +430,11 @@ struct PrefillSm90 : Sm90Shape<Options> {
           pass_turn();
         }
       }
-      if constexpr (!kCarries) wait_queries();
+      wait_queries();
       if (Shape::kHalves && own.last - tile * kBlockK <= Shape::kHalfK) {
         PartScores<Shape::kHalfK> half_scores;
         wgmma_fence();
-        multiply_keys<Shape::kHalfK>(half_scores, query_tile(shared, q_stage, group), key_tile(shared, k_at.stage));
+        multiply_keys<Shape::kHalfK>(half_scores, query_tile(shared, group), key_tile(shared, k_at.stage));
         wgmma_commit();
         wgmma_wait<0>();
         hold(half_scores);
@@ -462,18 +442,16 @@ struct PrefillSm90 : Sm90Shape<Options> {
         using Half = PartShape<Shape, Shape::kHalfK>;
         Rules<Half, Rows>::apply(reinterpret_cast<typename Half::Scores&>(half_scores), p, work, tile * kBlockK, true, 0u);
         softmax.step_by_maximum(half_scores, Rule::softmax_scale(p));
-        if (!Options::kOutOverQuery && tile == own.begin) release_queries(shared, q_stage, group);
+        if (!Options::kOutOverQuery && tile == own.begin) release_queries(shared, group);
         softmax.pack(weights, half_scores);
       } else {
-        if constexpr (!kCarries) {
-          wgmma_fence();
-          start_scores(q_stage);
-          wgmma_wait<0>();
-        }
+        wgmma_fence();
+        start_scores();
+        wgmma_wait<0>();
         to_weights(tile);
         softmax.pack(weights, scores);
       }
-      q_at.advance();
+      query_parity ^= 1;
 
       for (--tile; tile >= own.begin; --tile) {
         wait_tile(keys, k_at);
@@ -481,7 +459,7 @@ struct PrefillSm90 : Sm90Shape<Options> {
         take_turn(group);
         hold(output);
         wgmma_fence();
-        start_scores(q_stage);
+        start_scores();
         start_output();
         give_turn(group);
         wgmma_wait<1>();
@@ -494,47 +472,19 @@ struct PrefillSm90 : Sm90Shape<Options> {
       }
 
       wait_values(own.begin);
-      if constexpr (kCarries) {
-        Work next;
-        Span next_span;
-        next.warp = work.warp;
-        const bool any = next_tile(p, tiles, next, next_span);
-        if (any) {
-          wait_queries();
-          take_turn(group);
-          hold(output);
-          wgmma_fence();
-          start_scores(q_at.stage);
-          start_output();
-          give_turn(group);
-          wgmma_wait<0>();
-        } else {
-          hold(output);
-          wgmma_fence();
-          start_output();
-          wgmma_wait<0>();
+      hold(output);
+      wgmma_fence();
+      start_output();
+      wgmma_wait<0>();
+      end_output();
+      if constexpr (Shape::kOwnTiles) {
+        for (tile = own.begin - 1; tile >= span.begin; --tile) {
+          pass_over_keys();
+          pass_turn();
+          pass_over_values(tile);
         }
-        hold(scores);
-        end_output();
-        store(p, work, output, softmax, shared, q_stage, group);
-        if (!any) return;
-        work = next;
-        span = next_span;
-      } else {
-        hold(output);
-        wgmma_fence();
-        start_output();
-        wgmma_wait<0>();
-        end_output();
-        if constexpr (Shape::kOwnTiles) {
-          for (tile = own.begin - 1; tile >= span.begin; --tile) {
-            pass_over_keys();
-            pass_turn();
-            pass_over_values(tile);
-          }
-        }
-        store(p, work, output, softmax, shared, q_stage, group);
       }
+      store(p, work, output, softmax, shared, group);
     }
   }
 
@@ -576,9 +526,8 @@ struct PrefillSm90 : Sm90Shape<Options> {
 
   // Normalises and rounds the warp's rows, and stores them through shared memory: by the copy engine, or, where what follows a request's
   // last row is another's first, in pieces of 16 bytes.
-  __device__ static void store(const Params& p, const Work& work, Output& output, DeferredSoftmax<Shape>& softmax, uint32_t shared, int q_stage,
-                               int group) {
-    const uint32_t staging = Options::kOutOverQuery ? query_tile(shared, q_stage, group) : shared + Shape::kOutAt + group * Shape::kOutBytes;
+  __device__ static void store(const Params& p, const Work& work, Output& output, DeferredSoftmax<Shape>& softmax, uint32_t shared, int group) {
+    const uint32_t staging = Options::kOutOverQuery ? query_tile(shared, group) : shared + Shape::kOutAt + group * Shape::kOutBytes;
     const int lane = lane_id(), first_row = work.warp % 4 * 16;
     const bool leads = threadIdx.x % kWarpgroupThreads == 0;
     const auto place = [&](int row, int chunk) {
@@ -621,7 +570,7 @@ struct PrefillSm90 : Sm90Shape<Options> {
           tma_store_commit();
           if constexpr (Options::kOutOverQuery) {
             tma_store_wait_read<0>();
-            barrier_arrive(queries_empty(shared, q_stage, group), 4);
+            barrier_arrive(queries_empty(shared, group), 4);
           }
         }
       } else {
@@ -640,7 +589,7 @@ struct PrefillSm90 : Sm90Shape<Options> {
         if constexpr (Options::kOutOverQuery) {
           tma_store_fence();  // the next queries come behind these accesses
           __syncwarp();
-          release_queries(shared, q_stage, group);
+          release_queries(shared, group);
         } else {
           __syncwarp();  // all lanes have read before the next results are written
         }
@@ -657,9 +606,9 @@ struct PrefillSm90 : Sm90Shape<Options> {
       ValueRing{shared + Shape::kValueRingAt}.init();
       typename Shape::Slots{{shared + Shape::kSlotsAt}}.init();
       for (int stage = 0; stage < Options::kValueStages; ++stage) barrier_init(checked(shared, stage), max_of(kCheckers, 1));
-      for (int i = 0; i < Options::kQueryStages * kConsumers; ++i) {
-        barrier_init(queries_full(shared, 0, i), 1);
-        barrier_init(queries_empty(shared, 0, i), 4);
+      for (int i = 0; i < kConsumers; ++i) {
+        barrier_init(queries_full(shared, i), 1);
+        barrier_init(queries_empty(shared, i), 4);
       }
       barrier_init_fence();
     }

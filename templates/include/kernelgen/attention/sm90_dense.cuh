@@ -53,7 +53,6 @@ struct DenseSm90 : RowsSm90<Shape, Shape::kPackedHeads> {
 
   // Of a request of a ragged batch.
   __device__ static int num_queries(const Params& p, int request) { return p.cu_seqlens_q[request + 1] - p.cu_seqlens_q[request]; }
-  __device__ static int num_keys(const Params& p, int request) { return p.cu_seqlens_k[request + 1] - p.cu_seqlens_k[request]; }
   __device__ static void find_request(const Params& p, Work& work) {
     work.q_start = p.cu_seqlens_q[work.request];
     work.k_start = p.cu_seqlens_k[work.request];

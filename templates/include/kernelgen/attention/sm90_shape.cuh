@@ -9,15 +9,10 @@
 //   kEarlyKeys     keys are given back before the softmax: see remake_scores
 //   kDiagonal      at the ends of what rows see by position: 0 every consumer multiplies every tile, 1 it leaves out tiles that none of its own
 //                  rows sees, 2 and makes half of the scores of the last one where they see no more
-//   kPolynomial    every so many-th exponential is a polynomial: see sm90_softmax.cuh; 0: none
-//   kMulticast     two blocks, a cluster, have neighbouring row tiles of a head (1), or one row tile of neighbouring heads of a group (2): each
-//                  loads half of every tile of keys and values, for both
+//   kMulticast     1: two blocks, a cluster, have neighbouring row tiles of a head: each loads half of every tile of keys and values, for both
 //   kPageRows      paged: rows of a box that comes from a page, see paged_sm90.cuh; 0: keys are not paged
 //   kPackedHeads   query heads of a group that are rows of one tile: see sm90_dense.cuh; 1: a tile has one head
 //   kSplit         a row tile's keys are divided over several blocks: see sm90_split.cuh
-//   kUniform       addresses of tiles are made uniform once a product
-//   kLongestFirst  ragged: see sm90_tiles.cuh
-//   kQueryStages   2: the next row tile's queries come while this one's are in use, and its first scores are made beside this one's last product
 #pragma once
 
 #include <kernelgen/attention/mma_shape.cuh>
@@ -39,7 +34,6 @@ struct Sm90Shape : AttentionShape<Options> {
   static constexpr int kMathThreads = kWarpgroupThreads * kConsumers;
   static_assert(Options::kBlockQ == kConsumers * kMmaRows && Base::kWarpRows == 16, "a consumer has 64 rows");
   static constexpr bool kPingpong = Options::kPingpong && kConsumers > 1;
-  static constexpr bool kCarries = Options::kQueryStages > 1;
 
   // Tiles are boxes of 64 columns, one behind the other: rows of 128 bytes. What a box has beyond the tensor's columns is zero.
   static constexpr int kBoxColumns = 64;
@@ -61,7 +55,7 @@ struct Sm90Shape : AttentionShape<Options> {
   static constexpr int kQueryBytes = Options::kOutOverQuery ? max_of(kKeyBoxes * QueryBox::kBytes, kOutBytes) : kKeyBoxes * QueryBox::kBytes;
   static constexpr int kKeyBytes = kKeyBoxes * KeyBox::kBytes;
   static constexpr int kValueBytes = Values::kBytes;
-  static constexpr int kOutAt = Options::kQueryStages * kConsumers * kQueryBytes;
+  static constexpr int kOutAt = kConsumers * kQueryBytes;
   static constexpr int kKeysAt = kOutAt + (Options::kOutOverQuery || Options::kSplit ? 0 : kConsumers * kOutBytes);
   static constexpr int kValuesAt = kKeysAt + kStages * kKeyBytes;
   static constexpr int kBarriersAt = kValuesAt + kValueStages * kValueBytes;
@@ -70,10 +64,8 @@ struct Sm90Shape : AttentionShape<Options> {
   // the one that copies look its values through while the scores are being made.
   static constexpr bool kChecks = Base::kMayHide || Options::kRagged || Options::kKvLens;
   static constexpr int kCheckers = kChecks ? 3 : 0;  // warps
-  static constexpr int kBlocks = Options::kMulticast == 0 ? 1 : 2;
-  static constexpr int kPairRows = Options::kMulticast == 1 ? 2 : 1, kPairHeads = Options::kMulticast == 2 ? 2 : 1;  // of a cluster
-  static constexpr int kTileHeads = kPairHeads * Options::kPackedHeads;  // that are dealt out together
-  static_assert(kPairRows == 1 || !(Base::kWindowed || Options::kRagged), "both blocks have the same keys");
+  static constexpr int kBlocks = 1 + Options::kMulticast;  // of a cluster
+  static_assert(kBlocks == 1 || !(Base::kWindowed || Options::kRagged), "both blocks have the same keys");
   // Keys and values that lanes of the copying warp bring row by row, in place of the copy engine.
   static constexpr bool kGathers = Options::kPageRows % 8 != 0;
   static constexpr int kFillers = kGathers ? kWarpSize : 1;
@@ -84,8 +76,8 @@ struct Sm90Shape : AttentionShape<Options> {
   using Slots = RowTileSlots<kReaders>;
   static constexpr int kValueRingAt = kBarriersAt + KeyRing::kBytes;
   static constexpr int kCheckedAt = kValueRingAt + ValueRing::kBytes;  // barriers: a stage has been looked through
-  static constexpr int kQueriesAt = kCheckedAt + kValueStages * 8;     // barriers: full and empty of each consumer and stage
-  static constexpr int kSlotsAt = round_up(kQueriesAt + 2 * Options::kQueryStages * kConsumers * 8, 16);
+  static constexpr int kQueriesAt = kCheckedAt + kValueStages * 8;     // barriers: full and empty of each consumer
+  static constexpr int kSlotsAt = round_up(kQueriesAt + 2 * kConsumers * 8, 16);
   static constexpr int kFlagsAt = kSlotsAt + Slots::kBytes;            // of each stage and checking warp: not finite
   static constexpr int kSharedBytes = round_up(kFlagsAt + kValueStages * 4 * 4, 128);
 
@@ -98,7 +90,7 @@ struct Sm90Shape : AttentionShape<Options> {
   static constexpr bool kOwnTiles = Options::kDiagonal > 0 && Base::kWindowed;
   static constexpr bool kHalves = Options::kDiagonal > 1 && Base::kWindowed;
   static constexpr int kHalfK = kHalves ? kBlockK / 2 : kBlockK;
-  static_assert(kHalfK % 16 == 0 && !(kOwnTiles && kCarries), "half a tile is whole k16 steps");
+  static_assert(kHalfK % 16 == 0, "half a tile is whole k16 steps");
 
   static constexpr int kDepthSteps = Base::kDepth / 16;
   static constexpr int kKeySteps = kBlockK / 16;

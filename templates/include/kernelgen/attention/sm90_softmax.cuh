@@ -5,10 +5,6 @@
 // exponentials begin at once, and their sums tell whether the reference is too low: a sum above kMost moves it by a power of two, which
 // weights that are already there follow without a loss; one of kFar, or inf, has the scores made again. The search was 17 % of a tile's time
 // (H200, D = 128), between its two products, where nothing of the warp's could run under it.
-//
-// With D = 64 the exponential of a score (16 a cycle) takes as long as the two products of its key. So every
-// kPolynomial-th may be made by multiplications and additions: x = n + f, 2^f by a polynomial, n added to its exponent. That is not
-// defined where n leaves the exponent, nor for NaN: the largest n tells, and the tile is done again like one with a weight of inf.
 #pragma once
 
 #include <kernelgen/attention/mma_weights.cuh>
@@ -41,7 +37,7 @@ struct DeferredSoftmax {
     for (int r = 0; r < 2; ++r) move_to(r, fmaxf(maxima[r], quad_max(fmaxf(top[r][0], top[r][1])) * scale));
     settled = __all_sync(kFullWarp, maxima[0] > -infinity() && maxima[1] > -infinity());
     moved = true;
-    weigh<0>(scores, part, scale);
+    weigh(scores, part, scale);
 #pragma unroll
     for (int r = 0; r < 2; ++r) sums[r] += part[r];
   }
@@ -50,12 +46,12 @@ struct DeferredSoftmax {
   template <int kCount>
   __device__ bool step_by_reference(float (&scores)[kCount], float scale) {
     float part[2];
-    const bool defined = weigh<Shape::kPolynomial>(scores, part, scale);
-    moved = __any_sync(kFullWarp, part[0] > kMost || part[1] > kMost || !defined);
+    weigh(scores, part, scale);
+    moved = __any_sync(kFullWarp, part[0] > kMost || part[1] > kMost);
     if (moved) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) part[r] = quad_max(part[r]);  // NaN is dropped, and is in the weights still
-      if (__any_sync(kFullWarp, part[0] >= kFar || part[1] >= kFar || !defined)) return false;
+      if (__any_sync(kFullWarp, part[0] >= kFar || part[1] >= kFar)) return false;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         move_to(r, part[r] > kMost ? maxima[r] + PlainWeights<Shape>::exponent_of(part[r]) : maxima[r]);
@@ -88,9 +84,6 @@ struct DeferredSoftmax {
   }
 
  private:
-  static constexpr float kShift = 12582912.0f;  // 1.5 * 2^23: a sum with it is an integer, in its lowest bits
-  static constexpr int kShiftBits = 0x4b400000;
-
   // While nothing has been weighted the output is 0, or what absorb() put there: neither -inf - -inf nor inf * 0 may appear.
   __device__ void move_to(int r, float next) {
     factors[r] = maxima[r] == -infinity() ? 1.0f : exp2_approx(maxima[r] - next);
@@ -98,19 +91,9 @@ struct DeferredSoftmax {
     sums[r] *= factors[r];
   }
 
-  // 2^x for x below 128, from -127 down exactly 0: relative error 9e-5, less than half of what fp16 rounds it by. `top` becomes the largest
-  // kShift + n, as bits; NaN is larger than any.
-  __device__ static float polynomial(float x, int& top) {
-    const float least = max_or_nan(x, -127.0f), shifted = add_down(least, kShift), f = least - (shifted - kShift);
-    top = max(top, static_cast<int>(__float_as_uint(shifted)));
-    const float p = fmaf(fmaf(fmaf(0.0770680314f, f, 0.227643533f), f, 0.695117286f), f, 1.0f);
-    return __uint_as_float(__float_as_uint(p) + (__float_as_uint(shifted) << 23));
-  }
-
-  // Scores to weights; the lane's sums by row, each in two chains. False: some of the weights are not defined.
-  template <int Polynomial, int kCount>
-  __device__ bool weigh(float (&scores)[kCount], float (&part)[2], float scale) const {
-    int top = 0;
+  // Scores to weights; the lane's sums by row, each in two chains.
+  template <int kCount>
+  __device__ void weigh(float (&scores)[kCount], float (&part)[2], float scale) const {
     float reference[2], added[2][2] = {};
 #pragma unroll
     for (int r = 0; r < 2; ++r) reference[r] = maxima[r] == -infinity() ? 0.0f : maxima[r];
@@ -121,16 +104,13 @@ struct DeferredSoftmax {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& x = scores[4 * n + 2 * r + e];
-          const float exponent = fmaf(x, scale, -reference[r]);
-          const bool by_polynomial = Polynomial > 0 && (4 * n + 2 * r + e) % max_of(Polynomial, 1) == Polynomial - 1;
-          x = by_polynomial ? polynomial(exponent, top) : exp2_approx(exponent);
+          x = exp2_approx(fmaf(x, scale, -reference[r]));
           added[r][e] += x;
         }
       }
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) part[r] = added[r][0] + added[r][1];
-    return top < kShiftBits + 128;
   }
 };
 

@@ -5,8 +5,7 @@
 //
 // Order. A tile under a right bound sees more keys the later it lies: the longest go first, so that the last ones to end are short.
 // Dense: `section` heads are taken at a time (their keys and values fit into L2), tile by tile, heads fastest. Ragged: requests in
-// turn, tile by tile, heads fastest; kLongestFirst: 32 requests at a time, the one with the most keys first. kSplit: the parts of a row
-// tile are tiles here.
+// turn, tile by tile, heads fastest. kSplit: the parts of a row tile are tiles here.
 //
 // p.counter are two words, which every launch finds and leaves at zero: the second counts blocks that found no more tiles, and the
 // last one clears both. A launch that depends on this one touches them only when it has ended.
@@ -68,8 +67,7 @@ struct RowTileReader {
     if constexpr (Rows::kPaged) work.rows = static_cast<int>(first[3]);
     if constexpr (Shape::kSplit) work.split = static_cast<int>(first[3]);
     if (work.first_query < 0) return false;
-    if constexpr (Shape::kPairRows > 1) work.first_query += rank * Shape::kBlockQ;
-    if constexpr (Shape::kPairHeads > 1) work.head_ += rank;
+    if constexpr (Shape::kBlocks > 1) work.first_query += rank * Shape::kBlockQ;
     return true;
   }
 };
@@ -79,12 +77,11 @@ struct RowTileDealer {
   using Slots = RowTileSlots<Shape::kReaders>;
   using Params = typename Rows::Params;
   using Work = typename Rows::Work;
-  static constexpr int kBlockQ = Shape::kConsumers * Shape::kQueries * Shape::kPairRows;
+  static constexpr int kBlockQ = Shape::kConsumers * Shape::kQueries * Shape::kBlocks;
   Slots slots;
   int index;              // of this tile among all; the first is the block's own, or the cluster's
   int asked = 0;          // of the lane that asks
   int scanned = 0, before = 0;  // ragged: requests that lie behind, and their tiles
-  int lane_request = -1, lane_tiles = 0;  // kLongestFirst: of the 32 requests under way, by lane
   typename Slots::Position at;
 
   // The next tile, handed out. False, and the others are told, when there is none.
@@ -151,12 +148,12 @@ struct RowTileDealer {
 
   __device__ bool find_dense(const Params& p, Work& work) {
     if (index >= p.tiles) return false;
-    const int all_heads = p.num_q_heads / Shape::kTileHeads, section_heads = p.section / Shape::kTileHeads;
+    const int all_heads = p.num_q_heads / Shape::kPackedHeads, section_heads = p.section / Shape::kPackedHeads;
     const int of_section = section_heads * p.row_tiles, section = index / of_section, within = index - section * of_section;
     const int heads = min(section_heads, p.batch * all_heads - section * section_heads);
     const int tile = within / heads, head = section * section_heads + within - tile * heads;
     work.request = head / all_heads;
-    work.head_ = (head - work.request * all_heads) * Shape::kTileHeads;
+    work.head_ = (head - work.request * all_heads) * Shape::kPackedHeads;
     place(p, work, Shape::kBoundedRight ? p.row_tiles - 1 - tile : tile);
     work.seq_q = p.seq_q;
     work.seq_k = p.seq_k;
@@ -171,45 +168,20 @@ struct RowTileDealer {
     return tiles;
   }
 
-  // 32 requests from `scanned` on, by falling numbers of keys: a bitonic sort over the lanes of (64s of keys, lane).
-  __device__ void sort_requests(const Params& p) {
-    const int own = scanned + lane_id();
-    const int keys = own < p.batch ? Rows::num_keys(p, own) : 0;
-    int key = ceil_div(keys, 64) * kWarpSize + kWarpSize - 1 - lane_id();
-#pragma unroll
-    for (int run = 2; run <= kWarpSize; run *= 2) {
-#pragma unroll
-      for (int apart = run / 2; apart > 0; apart /= 2) {
-        const int other = __shfl_xor_sync(kFullWarp, key, apart);
-        const bool larger = ((lane_id() & run) == 0) == ((lane_id() & apart) == 0);
-        key = larger ? max(key, other) : min(key, other);
-      }
-    }
-    lane_request = scanned + kWarpSize - 1 - key % kWarpSize;
-    lane_tiles = tiles_of(p, lane_request);
-  }
-
   // The request is found by a prefix sum of its tiles, 32 requests at a time. Indices of a block rise, so what lies behind stays behind.
   __device__ bool find_ragged(const Params& p, Work& work) {
-    const int all_heads = p.num_q_heads / Shape::kTileHeads;
+    const int all_heads = p.num_q_heads / Shape::kPackedHeads;
     int tile = index / all_heads;
-    work.head_ = (index - tile * all_heads) * Shape::kTileHeads;
-    for (; scanned < p.batch; scanned += kWarpSize, lane_request = -1) {
-      int b = scanned + lane_id(), own;
-      if constexpr (Shape::kLongestFirst) {
-        if (lane_request < 0) sort_requests(p);
-        b = lane_request;
-        own = lane_tiles;
-      } else {
-        own = tiles_of(p, b);
-      }
+    work.head_ = (index - tile * all_heads) * Shape::kPackedHeads;
+    for (; scanned < p.batch; scanned += kWarpSize) {
+      const int own = tiles_of(p, scanned + lane_id());
       const int through = before + warp_inclusive_scan(own);
       const uint32_t past = __ballot_sync(kFullWarp, through > tile);
       if (past != 0) {
         const int lane = __ffs(past) - 1;
         const int tiles = __shfl_sync(kFullWarp, own, lane);
         tile -= __shfl_sync(kFullWarp, through, lane) - tiles;
-        work.request = Shape::kLongestFirst ? __shfl_sync(kFullWarp, b, lane) : scanned + lane;
+        work.request = scanned + lane;
         place(p, work, Shape::kBoundedRight ? tiles - 1 - tile : tile);
         Rows::find_request(p, work);
         cut_keys(p, work);

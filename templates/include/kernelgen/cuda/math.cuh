@@ -15,16 +15,6 @@ __device__ inline float exp2_approx(float x) {
   return y;
 }
 
-// Sum rounded towards -inf.
-__device__ inline float add_down(float a, float b) { return __fadd_rd(a, b); }
-
-// The larger one, NaN if either is.
-__device__ inline float max_or_nan(float a, float b) {
-  float y;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-  return y;
-}
-
 // log2(x): absolute error 2^-22; log2(0) = -inf.
 __device__ inline float log2_approx(float x) {
   float y;

@@ -7,12 +7,6 @@ constexpr float kLn2 = 0.6931471805599453f;
 // `.ftz`: numbers below 2^-126 are 0.
 inline float flushed(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x; }
 inline float exp2_approx(float x) { return flushed(std::exp2(x)); }
-inline float add_down(float a, float b) {
-  const double sum = static_cast<double>(a) + b;
-  const float near = static_cast<float>(sum);
-  return near > sum ? std::nextafter(near, -std::numeric_limits<float>::infinity()) : near;
-}
-inline float max_or_nan(float a, float b) { return a != a || b != b ? std::numeric_limits<float>::quiet_NaN() : std::fmax(a, b); }
 inline float log2_approx(float x) { return std::log2(flushed(x)); }
 inline float reciprocal_approx(float x) { return flushed(1.0f / flushed(x)); }
 inline float tanh_exp(float x) { return std::fma(-2.0f, reciprocal_approx(1.0f + exp2_approx(2.0f * kLog2E * x)), 1.0f); }
