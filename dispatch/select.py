@@ -28,7 +28,7 @@ _WITH_GRADIENT = "may let a NaN or inf of a hidden key through, as all do that h
 _LAST = ("reference", "triton")  # the oracle is no way to run a program; Triton's attention is right on a GPU, and was not timed yet
 _CLEARLY_LESS = 0.95  # predictions are not better than that
 _MEMO_LIMIT = 8192  # problems; a server with ever-changing lengths must not grow without bound
-_memo: dict[tuple[Any, Target, str, bool, str, tuple[str, ...]], Decision] = {}
+_memo: dict[tuple[Any, Target, str, bool, str, tuple[str, ...], bool], Decision] = {}
 _said: set[str] = set()
 
 
@@ -46,10 +46,10 @@ def choose(problem: Any, target: Target, backend: str = "auto", *, live: bool = 
     ``live=False``: the target is not this machine, so compilers, drivers and libraries are not asked for.
     Raises UnknownBackendError for a name that is none. A decision without a choice is returned, not raised: see ``prepare``.
     """
-    named_by = "call"
+    named_by, asked = "call", settings()
     if backend == "auto":
-        backend, named_by = settings().backend, "setting"
-    key = (problem, target, backend, live, named_by, settings().kernels)
+        backend, named_by = asked.backend, "setting"
+    key = (problem, target, backend, live, named_by, asked.kernels, asked.assume_finite)
     decision = _memo.get(key)
     if decision is None:
         if len(_memo) >= _MEMO_LIMIT:

@@ -150,6 +150,7 @@ def test_a_library_that_is_not_here_counts_only_for_other_machines() -> None:
 
 def test_an_installed_library_is_taken_where_it_was_measured_to_be_faster() -> None:
     """And where it keeps hidden NaN from rows, or the program says that there are none."""
+    select.forget()
     with installed(**EVERYTHING):
         for queries, length, batch, causal, finite, expected in (
             (20000, 20000, 1, False, False, "generated"), (4096, 4096, 2, True, False, "generated"),
@@ -158,8 +159,7 @@ def test_an_installed_library_is_taken_where_it_was_measured_to_be_faster() -> N
             (1024, 1024, 8, False, False, "generated"), (128, 128, 2, True, True, "generated"), (64, 8192, 8, True, True, "flash_attn_4"),
             (64, 8192, 8, True, False, "generated"),
         ):
-            with settings.override(assume_finite=finite):
-                select.forget()
+            with settings.override(assume_finite=finite):  # another value is another decision
                 kv = (batch, length, 8, 128)
                 decision = kernelgen.explain("attention", (batch, queries, 32, 128), kv, kv, causal=causal, target="sm_90a", dtype="fp16")
             chosen = decision.chosen
