@@ -148,7 +148,7 @@ def families(op: str, target_kind: str | None = None, backend: str = "generated"
     first call."""
     if backend == "triton":
         return _of_triton(op) if target_kind != "cpu" else []
-    return list(_families(op, target_kind))
+    return [getattr(module, name) for module, name in _modules(op, target_kind)]
 
 
 @cache
@@ -158,10 +158,10 @@ def _of_triton(op: str) -> list[KernelFamily]:
 
 
 @cache
-def _families(op: str, target_kind: str | None) -> tuple[KernelFamily, ...]:
+def _modules(op: str, target_kind: str | None) -> tuple[tuple[Any, str], ...]:
     """A choice asks for them each time, and import_module takes a microsecond for each."""
     modules = (m.partition(":") for m in _MODULES.get(op, ()) if target_kind is None or m.endswith("_cpu") == (target_kind == "cpu"))
-    return tuple(getattr(import_module(f"kernelgen.kernels.{module}"), name or "FAMILY") for module, _, name in modules)
+    return tuple((import_module(f"kernelgen.kernels.{module}"), name or "FAMILY") for module, _, name in modules)
 
 
 def family_of(op: str, target_kind: str, name: str) -> KernelFamily | None:

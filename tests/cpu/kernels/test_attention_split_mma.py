@@ -184,7 +184,7 @@ def test_every_head_dim_has_a_config(arch: str, kv_dtype: str) -> None:
     ({}, "split"), ({"kv_lens": False}, "split"), ({"batch": 32}, "split"), ({"num_kv_heads": 32}, "split"), ({"mask": "dense"}, "split"),
     ({"num_kv_heads": 1, "batch": 64}, "split"), ({"num_q_heads": 142, "num_kv_heads": 2, "batch": 64}, "prefill"),
     ({"kv_dtype": "e4m3", "scales": "head"}, "split"), ({"window": (4000, None), "causal": True}, "split"),
-    ({"seq_q": 64, "num_q_heads": 8, "causal": True}, "split"), ({"seq_q": 512, "num_q_heads": 8, "causal": True}, "split"),
+    ({"seq_q": 64, "num_q_heads": 8, "causal": True}, "prefill"), ({"seq_q": 512, "num_q_heads": 8, "causal": True}, "prefill"),
     ({"layout": "ragged", "batch": 4, "seq_q": 4}, "split"), ({"layout": "ragged", "batch": 1024, "seq_q": 1024, "seq_k": 2**22}, "split"),
     ({"seq_k": 511}, "prefill"), ({"window": (500, None), "causal": True}, "prefill"), ({"seq_q": 4096, "causal": True}, "prefill"),
     ({"seq_q": 64, "batch": 8}, "prefill"), ({"seq_q": 1000, "seq_k": 3000, "num_q_heads": 1, "num_kv_heads": 1}, "prefill"),
