@@ -14,10 +14,8 @@ file is written after each problem.
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,11 +27,10 @@ import torch  # noqa: E402
 
 import kernelgen  # noqa: E402
 from kernelgen import build, reference  # noqa: E402
-from kernelgen.bench import results  # noqa: E402
-from kernelgen.bench.options import add_build_options, add_run_options, head  # noqa: E402
-from kernelgen.bench.prebuild import prebuild  # noqa: E402
+from kernelgen.bench.options import add_build_options, add_run_options  # noqa: E402
+from kernelgen.bench.problems import go_through  # noqa: E402
 from kernelgen.bench.protocol import CpuTimer, CudaTimer, Protocol, count_sets, interleave  # noqa: E402
-from kernelgen.bench.results import Results, Row, with_ratios  # noqa: E402
+from kernelgen.bench.results import Row, with_ratios  # noqa: E402
 from kernelgen.bench.run import FAILURES, without_paths  # noqa: E402
 from kernelgen.bench.workloads.base import normal, not_installed  # noqa: E402
 from kernelgen.kernels.attention import prefill_mma, prefill_sm90, split_mma  # noqa: E402
@@ -41,7 +38,7 @@ from kernelgen.kernels.attention.prefill_sm90_configs import Config  # noqa: E40
 from kernelgen.kernels.attention.prefill_sm90_split import splits_for  # noqa: E402
 from kernelgen.problems.attention import AttentionProblem  # noqa: E402
 from kernelgen.specs import KernelSpec  # noqa: E402
-from kernelgen.targets import Target, target_of  # noqa: E402
+from kernelgen.targets import Target  # noqa: E402
 from kernelgen.tensors import AttentionTensors  # noqa: E402
 from kernelgen.testing.data import poison_  # noqa: E402
 from kernelgen.testing.tolerance import compare  # noqa: E402
@@ -236,32 +233,10 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
 
 
 def main(words: Sequence[str]) -> int:
-    options, start = parsed(words), time.perf_counter()
-    logging.basicConfig(format="%(message)s")
-    target = target_of("cuda") if torch.cuda.is_available() else replace(Target.parse("sm_90a"), sm_count=132)
-    wanted = [case for case in cases() if options.only in str(case)]
-    specs = dict.fromkeys(family.spec(case.problem(), target, config)
-                          for case in wanted for family, config in candidates_of(case, target).values())
-    for spec, reason in prebuild(specs, options.processes).items():
-        print(f"{spec.name} does not compile: {reason}", file=sys.stderr)
-    print(f"{len(specs)} kernels of {len(wanted)} problems ({time.perf_counter() - start:.1f} s)", file=sys.stderr, flush=True)
-    if options.prebuild_only:
-        return 0
-    if not torch.cuda.is_available():
-        sys.exit("torch finds no CUDA device; --prebuild-only compiles without one")
-    protocol = replace(Protocol.of("cuda"), samples=options.samples)
-    commit, dirty = head(options)
-    kept = results.read(options.json).rows if options.resume and options.json.is_file() else ()
-    command = results.command_line(["python", "tools/bench/prefill_few_queries.py", *words])
-    done, there = Results(command, protocol.as_dict(), kept, commit=commit, dirty=dirty), {row.problem for row in kept}
-    left = [case for case in wanted if str(case) not in there]
-    while left and time.perf_counter() - start <= options.budget:
-        done = replace(done, rows=(*done.rows, *measured(left.pop(0), protocol, target)))
-        results.write(done, options.json)
-        torch.cuda.empty_cache()
-    print("\n".join(table(done.rows)))
-    print(f"{time.perf_counter() - start:.0f} s" + (f", {len(left)} problems are left for --resume" if left else ""))
-    return 0
+    def specs_of(case: Case, target: Target) -> Iterable[KernelSpec]:
+        return (family.spec(case.problem(), target, config) for family, config in candidates_of(case, target).values())
+
+    return go_through("prefill_few_queries", words, parsed(words), cases(), specs_of, measured, table)
 
 
 if __name__ == "__main__":

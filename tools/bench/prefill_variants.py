@@ -15,11 +15,9 @@ line for each problem: what is in use, the best config, the peers, and every con
 from __future__ import annotations
 
 import argparse
-import logging
 import math
 import os
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,18 +31,17 @@ import torch.nn.functional as F  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 from kernelgen import build, reference  # noqa: E402
-from kernelgen.bench import results  # noqa: E402
-from kernelgen.bench.options import add_build_options, add_run_options, head  # noqa: E402
-from kernelgen.bench.prebuild import prebuild  # noqa: E402
+from kernelgen.bench.options import add_build_options, add_run_options  # noqa: E402
+from kernelgen.bench.problems import go_through  # noqa: E402
 from kernelgen.bench.protocol import CpuTimer, CudaTimer, Protocol, count_sets, interleave  # noqa: E402
-from kernelgen.bench.results import Results, Row, with_ratios  # noqa: E402
+from kernelgen.bench.results import Row, with_ratios  # noqa: E402
 from kernelgen.bench.run import FAILURES, without_paths  # noqa: E402
 from kernelgen.bench.workloads.base import normal, not_installed  # noqa: E402
 from kernelgen.kernels.attention import prefill_sm90  # noqa: E402
 from kernelgen.kernels.attention.prefill_sm90_configs import Config  # noqa: E402
 from kernelgen.problems.attention import AttentionProblem  # noqa: E402
 from kernelgen.specs import KernelSpec  # noqa: E402
-from kernelgen.targets import Target, target_of  # noqa: E402
+from kernelgen.targets import Target  # noqa: E402
 from kernelgen.tensors import AttentionTensors  # noqa: E402
 from kernelgen.testing.data import cu_seqlens, poison_  # noqa: E402
 from kernelgen.testing.tolerance import Comparison, compare  # noqa: E402
@@ -327,36 +324,17 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
 
 
 def main(words: Sequence[str]) -> int:
-    options, start = parsed(words), time.perf_counter()
-    logging.basicConfig(format="%(message)s")
-    target = target_of("cuda") if torch.cuda.is_available() else replace(Target.parse("sm_90a"), sm_count=132)
-    wanted = [case for case in cases() if options.only in str(case)]
-    specs = dict.fromkeys(prefill_sm90.spec(case.problem(), target, config) for case in wanted
-                          for config in configs_of(case, target)[: options.limit])
-    failed = prebuild(specs, options.processes)
-    for spec, reason in failed.items():
-        print(f"{spec.name} does not compile: {reason}", file=sys.stderr)
-    for spec in specs:
-        if spec not in failed and "serialized" in build.build(spec)[0].file("build.log").read_text():
-            print(f"{spec.name}: ptxas lets products wait for each other", file=sys.stderr)
-    print(f"{len(specs)} kernels of {len(wanted)} problems are compiled ({time.perf_counter() - start:.1f} s)", file=sys.stderr, flush=True)
-    if options.prebuild_only:
-        return 0
-    if not torch.cuda.is_available():
-        sys.exit("torch finds no CUDA device; --prebuild-only compiles without one")
-    protocol = replace(Protocol.of("cuda"), samples=options.samples)
-    commit, dirty = head(options)
-    kept = results.read(options.json).rows if options.resume and options.json.is_file() else ()
-    command = results.command_line(["python", "tools/bench/prefill_variants.py", *words])
-    done, there = Results(command, protocol.as_dict(), kept, commit=commit, dirty=dirty), {row.problem for row in kept}
-    left = [case for case in wanted if str(case) not in there]
-    while left and time.perf_counter() - start <= options.budget:
-        done = replace(done, rows=(*done.rows, *measured(left.pop(0), protocol, target, limit=options.limit)))
-        results.write(done, options.json)
-        torch.cuda.empty_cache()
-    print("\n".join(table(done.rows)))
-    print(f"{time.perf_counter() - start:.0f} s" + (f", {len(left)} problems are left for --resume" if left else ""))
-    return 0
+    options = parsed(words)
+
+    def specs_of(case: Case, target: Target) -> Iterable[KernelSpec]:
+        return (prefill_sm90.spec(case.problem(), target, config) for config in configs_of(case, target)[: options.limit])
+
+    def look(specs: Iterable[KernelSpec]) -> None:
+        for spec in specs:
+            if "serialized" in build.build(spec)[0].file("build.log").read_text():
+                print(f"{spec.name}: ptxas lets products wait for each other", file=sys.stderr)
+
+    return go_through("prefill_variants", words, options, cases(), specs_of, partial(measured, limit=options.limit), table, look)
 
 
 if __name__ == "__main__":
