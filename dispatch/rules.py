@@ -71,7 +71,7 @@ _CUBLAS: tuple[tuple[str, Callable[[Any], bool]], ...] = (
 
 
 # Rows of MoE layers in Triton: (op, kernel, when it was timed, note).
-_HELPERS = f"{_H200.replace('2026-11-30', '2026-12-01')}tried/h200_moe_helpers_triton.json"
+_HELPERS = "H200, 2026-12-01, tools/bench/results/tried/h200_moe_helpers_triton.json"
 _TRITON_ROWS: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
     ("moe_unpermute", "moe/unpermute_triton", lambda p: p.dtype in ("bf16", "fp16"),
      f"0.65 - 0.92 x the time of unpermute_cuda in 11 layers of bf16 ({_HELPERS})"),
