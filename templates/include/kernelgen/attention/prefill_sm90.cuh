@@ -359,17 +359,18 @@ struct PrefillSm90 : Sm90Shape<Options> {
       values.release(v_at.stage);
       v_at.advance();
     };
-    // Waits for the values of a tile, which are finite where some row must not see them. `by_one`: the flags are read by the lane that gives
-    // the tile back (racecheck does not see that __syncwarp orders the others' reads).
-    const auto wait_values = [&](int tile, bool by_one = false) {
+    // Waits for the values of a tile, which are finite where some row must not see them. The flags are read by the lane that gives the tile
+    // back: racecheck does not see that __syncwarp, or a product, orders the others' reads.
+    const auto wait_values = [&](int tile) {
       wait_tile(values, v_at);
       if constexpr (kChecks) {
         if (!span.partial(tile)) return;
         barrier_wait(checked(shared, v_at.stage), v_at.parity);
         uint32_t found[4] = {};
-        if (!by_one || lane_id() == 0) load_chunk(found, flags(shared, v_at.stage));
-        if (by_one) found[0] = __shfl_sync(kFullWarp, found[0] | found[1] | found[2], 0);
-        if ((found[0] | found[1] | found[2]) != 0) Tiles::absorb(output, p, work, tile * kBlockK, value_tile(shared, v_at.stage));
+        if (lane_id() == 0) load_chunk(found, flags(shared, v_at.stage));
+        if (__shfl_sync(kFullWarp, found[0] | found[1] | found[2], 0) != 0) {
+          Tiles::absorb(output, p, work, tile * kBlockK, value_tile(shared, v_at.stage));
+        }
       }
     };
 
@@ -385,7 +386,7 @@ struct PrefillSm90 : Sm90Shape<Options> {
       give_keys_back();
     };
     const auto pass_over_values = [&](int tile) {
-      wait_values(tile, true);
+      wait_values(tile);
       __syncwarp();
       end_output();
     };
