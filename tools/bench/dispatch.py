@@ -4,6 +4,7 @@
     python tools/bench/dispatch.py                         everything, into tools/bench/results/h200_dispatch.json
     python tools/bench/dispatch.py --budget 100 --resume   begins no problem after 100 s; later the rest
     python tools/bench/dispatch.py --budget 100 --resume --anew attention    these measured again, the others kept
+    python tools/bench/dispatch.py --prebuild-only         compile the generated kernels for an H200 (no GPU needed)
     python tools/bench/dispatch.py --table                 the table of the file, without a GPU
     python tools/bench/dispatch.py --fit dispatch/data/sm_90a-h200    writes cost.json, and the measured times as defaults that ship
 
@@ -32,12 +33,15 @@ import torch  # noqa: E402
 import kernelgen  # noqa: E402
 from kernelgen import settings  # noqa: E402
 from kernelgen.bench import machine as machines  # noqa: E402
-from kernelgen.bench.options import add_run_options, head  # noqa: E402
+from kernelgen.bench.options import add_build_options, add_run_options, head  # noqa: E402
+from kernelgen.bench.prebuild import prebuild  # noqa: E402
 from kernelgen.dispatch import cost, fitting, measured, select  # noqa: E402
 from kernelgen.dispatch.child import Failed  # noqa: E402
 from kernelgen.dispatch.timings import Machine, Measurement  # noqa: E402
 from kernelgen.dispatch.trials import trials_of  # noqa: E402
 from kernelgen.dispatch.tuning import Options, Worker  # noqa: E402
+from kernelgen.kernels.base import OURS, Steps, family_of  # noqa: E402
+from kernelgen.specs import KernelSpec  # noqa: E402
 from kernelgen.targets import Target, target_of  # noqa: E402
 
 _JSON = Path(__file__).parent / "results" / "h200_dispatch.json"
@@ -126,6 +130,16 @@ def _product_cases() -> Iterator[Case]:
 
 def cases() -> tuple[Case, ...]:
     return (*_attention_cases(), *_product_cases())
+
+
+def kernels(todo: list[Case], target: Target, without: tuple[str, ...] = ()) -> Iterator[KernelSpec]:
+    """The generated kernels that are timed, but those that are steps of another."""
+    for case in todo:
+        problem = case.problem(target)
+        for trial in trials_of(problem, target, select.candidates_of(problem, target, live=False), 1):
+            family = family_of(problem.op, target.kind, trial.kernel) if trial.backend in OURS and trial.backend not in without else None
+            if family is not None and not isinstance(trial.config, Steps):
+                yield family.spec(problem, target, trial.config)
 
 
 def measure(todo: list[Case], target: Target, options: Options, without: tuple[str, ...], budget: float) -> Iterator[dict[str, Any]]:
@@ -264,6 +278,7 @@ def write_defaults(rows: list[dict[str, Any]], folder: Path, target: Target, her
 def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_run_options(parser, _JSON, samples=5)
+    add_build_options(parser)
     parser.add_argument("--timeout", type=float, default=20.0, help="seconds for one candidate")
     parser.add_argument("--without", nargs="*", default=[], metavar="BACKEND")
     parser.add_argument("--only", default="", help="problems whose words contain this")
@@ -277,8 +292,12 @@ def main(words: list[str]) -> int:
         model = write_defaults(data["rows"], o.fit, hopper, Machine(**data["here"])) if o.fit else cost.machine_of(hopper)
         print("\n".join(table(data["rows"], hopper, model)))
         return 0
+    if o.prebuild_only:
+        failed = prebuild(kernels([c for c in cases() if o.only in str(c.problem(hopper))], hopper, tuple(o.without)), o.processes)
+        print("\n".join(f"{spec.name} does not compile: {reason}" for spec, reason in failed.items()))
+        return 1 if failed else 0
     if not torch.cuda.is_available():
-        sys.exit("torch finds no CUDA device; --table and --fit need none")
+        sys.exit("torch finds no CUDA device; --prebuild-only, --table and --fit need none")
     target = target_of("cuda")
     kept = json.loads(o.json.read_text())["rows"] if o.resume and o.json.is_file() else []
     kept = [row for row in kept if not o.anew or o.anew not in row["problem"]]
@@ -286,6 +305,7 @@ def main(words: list[str]) -> int:
     todo = [c for c in cases() if o.only in str(c.problem(target)) and str(c.problem(target)) not in done]
     data = {"date": machines.now(), "commit": head(o)[0], "machine": machines.machine(), "versions": machines.versions(),
             "here": vars(Machine.here(target)), "rows": kept}
+    prebuild(kernels(todo, target, tuple(o.without)), o.processes)  # what fails is said by its trial
     options = Options(configs=1, samples=o.samples, timeout=o.timeout, again=True)
     for row in measure(todo, target, options, tuple(o.without), o.budget):
         data["rows"].append(row)
