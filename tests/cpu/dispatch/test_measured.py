@@ -114,10 +114,10 @@ def test_a_config_that_has_a_field_less_since() -> None:
 
 
 def test_every_config_that_ships_is_one_of_today() -> None:
-    """By the table of an H200, where configs of prefill_sm90 have a field of before."""
+    """By the table of an H200."""
     stored = json.loads((Path(measured.__file__).parent / "data" / "sm_90a-h200" / "attention.json").read_text())
     configs = [row["config"] for rows in stored["problems"].values() for row in rows if row["kernel"] == "attention/prefill_sm90"]
-    assert any("query_stages" in config for config in configs)
+    assert len(configs) > 30
     from kernelgen.kernels.attention.prefill_sm90_configs import Config
 
     assert all(measured._like(Config(2, 128), config) for config in configs if config)

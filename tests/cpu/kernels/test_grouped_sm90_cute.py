@@ -89,14 +89,31 @@ def test_verdicts_of_numbered_rows() -> None:
     assert "more tiles" in FAMILY.legal(replace(BASE, m=1 << 30, n=1 << 20), H200, Config(1, 1, 64, 8)).reason
 
 
-def test_configs_and_rule() -> None:
-    """It is asked behind every kernel that was timed."""
+def test_configs() -> None:
+    """Tiles are dealt out where blocks come by more than one."""
     for problem in (BASE, replace(BASE, m=64), replace(BASE, grouping="masked", m=128), replace(BASE, activation="swiglu"),
                     GatheredGemmProblem(**vars(BASE), tokens=64), ScatteredGemmProblem(**vars(BASE), tokens=64)):
         assert next(iter(FAMILY.candidates(problem, H200)), None) is not None, problem
-    assert all(c.dealt for c in FAMILY.candidates(BASE, H200)) and not any(c.dealt for c in FAMILY.candidates(replace(BASE, batch=4), H200))
-    scores = [r.score for r in rules.RULES if r.kernel == FAMILY.name]
-    assert len(scores) == 1 and all(scores[0] < r.score for r in rules.RULES if r.general and r.backend == "generated")
+    few, masked = replace(BASE, m=64, batch=1), replace(BASE, grouping="masked", m=128)
+    assert all(c.dealt for c in FAMILY.candidates(BASE, H200)) and not any(c.dealt for p in (few, masked) for c in FAMILY.candidates(p, H200))
+
+
+def test_rules() -> None:
+    """Before its sibling where it was the faster one: gathered rows, many groups; else behind every kernel that was timed."""
+    def score(problem: GroupedGemmProblem) -> float:
+        rule = rules.rule_of("generated", FAMILY.name, problem, H200)
+        assert rule is not None
+        return rule.score
+
+    gathered = GatheredGemmProblem(**vars(replace(BASE, m=8 * 128, batch=8)), tokens=64)
+    sibling = rules.rule_of("generated", "gemm/grouped_sm90", BASE, H200)
+    assert sibling is not None
+    for problem in (gathered, replace(BASE, m=32 * 128, batch=32)):
+        assert score(problem) > sibling.score, problem
+    general = min(r.score for r in rules.RULES if r.general and r.backend == "generated")
+    for problem in (replace(gathered, m=8 * 127), replace(BASE, m=32 * 128, batch=31), replace(BASE, m=32 * 127, batch=32),
+                    replace(BASE, grouping="masked", m=1024, batch=64)):
+        assert score(problem) < general, problem
     assert families("grouped_gemm", "cuda")[-1] is FAMILY
 
 

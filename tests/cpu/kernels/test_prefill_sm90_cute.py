@@ -121,12 +121,12 @@ def test_configs() -> None:
         for causal in (False, True):
             problem = replace(BASE, head_dim=d, head_dim_v=dv, causal=causal)
             first, second = list(kernel.candidates(problem, H200))[:2]
-            assert not first.search and second == replace(first, search=True), problem
+            assert first.search == (d >= 192) and second == replace(first, search=not first.search), problem
     assert len({_spec(BASE, c).name for c in (Config(2, 64), Config(2, 64, search=True), Config(2, 80))}) == 3
 
 
 def test_auto_does_not_take_it() -> None:
-    """It was not timed on a GPU: behind every kernel that was, and there when it is asked for."""
+    """As fast as its sibling, whose build takes a quarter of the time: behind it, and there when it is asked for."""
     decision = kernelgen.explain("attention", (2, 4096, 32, 128), (2, 4096, 8, 128), (2, 4096, 8, 128), causal=True, target="sm_90a")
     row = next(c for c in decision.candidates if c.kernel == "attention/prefill_sm90_cute")
     assert row.verdict.ok == _installed() and decision.chosen is not None and decision.chosen.kernel == "attention/prefill_sm90"

@@ -5,7 +5,9 @@
 
 #include "kernelgen/attention/variant.h"
 
-#ifndef __CUDACC_RTC__
+#ifdef __CUDACC_RTC__
+#include <kernelgen/cuda/math.cuh>
+#else
 #include <cmath>
 #include <cstring>
 #endif
@@ -218,11 +220,18 @@ template <class T>
 KERNELGEN_DEVICE T rsqrt(T x) {
   return static_cast<T>(1) / sqrt(x);
 }
+// a / b for 1 <= b <= 2. On a GPU within 2 units in the last place, without the branch that IEEE's quotient has.
+KERNELGEN_DEVICE double over(double a, double b) { return a / b; }
+#ifdef __CUDACC_RTC__
+KERNELGEN_DEVICE float over(float a, float b) { return a * reciprocal_approx(b); }
+#else
+KERNELGEN_DEVICE float over(float a, float b) { return a / b; }
+#endif
 // The exponential of -|x| cannot overflow, and neither side cancels.
 template <class T>
 KERNELGEN_DEVICE T sigmoid(T x) {
   const T tail = exp(-absolute(x));
-  return (x < 0 ? tail : static_cast<T>(1)) / (static_cast<T>(1) + tail);
+  return over(x < 0 ? tail : static_cast<T>(1), static_cast<T>(1) + tail);
 }
 // log(1 + e^x); beyond 20 the argument itself, as in torch.
 template <class T>
