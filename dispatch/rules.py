@@ -133,8 +133,8 @@ RULES: tuple[Rule, ...] = (
          "measured on an H200 (2026-11-30)", target_kind="cuda", capability=(90,), kernel="gemm/skinny_sm90", fits=skinny),
     Rule("gemm", "generated", 62, "TMA and WGMMA (H200, 2026-11-30, tools/bench/results/tried/h200_gemm_sm90.json)",
          target_kind="cuda", capability=(90,), kernel="gemm/dense_sm90"),
-    Rule("gemm", "generated", 22, "the same product in CuTe-DSL: 0.91 - 1.13 x as fast as dense_sm90, 1.01 x in the mean of 15 shapes (H200, "
-         "2026-12-01, tools/bench/results/tried/h200_dense_sm90_cute.json), and built in 2.6 s instead of half a second: "
+    Rule("gemm", "generated", 22, "the same product in CuTe-DSL: 0.91 - 1.13 x as fast as dense_sm90, 1.01 x in the mean of 15 shapes "
+         "(H200, 2026-12-01, tools/bench/results/tried/h200_dense_sm90_cute.json), and built in 2.6 s instead of half a second: "
          "where a tuning finds it faster", target_kind="cuda", kernel="gemm/dense_sm90_cute"),
     Rule("gemm", "generated", 64, "packed weights, few rows: 0.60 - 0.87 x the time of packed_skinny where one wave of blocks is enough "
          "(H200, 2026-11-30, tools/bench/results/tried/h200_packed_sm90.json)", target_kind="cuda", capability=(90,),
@@ -155,9 +155,9 @@ RULES: tuple[Rule, ...] = (
          target_kind="cuda", capability=(90,), kernel="gemm/grouped_mixed_sm90"),
     Rule("grouped_gemm", "generated", 64, "TMA and WGMMA: 0.96 - 1.12 x as fast as torch._grouped_mm (H200, 2026-11-30, "
          "tools/bench/results/h200_gemm_hopper.json)", target_kind="cuda", capability=(90,), kernel="gemm/grouped_sm90"),
-    Rule("grouped_gemm", "generated", 22, "16 bits in CuTe-DSL: 0.80 - 0.85 x the time of grouped_sm90 for gathered rows, 0.89 - 1.00 x for "
-         "many groups (H200, 2026-12-01, tools/bench/results/tried/h200_grouped_sm90_cute.json); taken by a tuning alone until prebuild and "
-         "KERNELGEN_JIT=0 fall back to its sibling", target_kind="cuda", kernel="gemm/grouped_sm90_cute"),
+    Rule("grouped_gemm", "generated", 22, "16 bits in CuTe-DSL: 0.80 - 0.85 x the time of grouped_sm90 for gathered rows, 0.89 - 1.00 x "
+         "for many groups (H200, 2026-12-01, tools/bench/results/tried/h200_grouped_sm90_cute.json); taken by a tuning alone until prebuild "
+         "and KERNELGEN_JIT=0 fall back to its sibling", target_kind="cuda", kernel="gemm/grouped_sm90_cute"),
     Rule("moe", "generated", 64, "up to 8 tokens in two launches: 8 take 0.85 - 0.98 x the time of the composition, 1 takes 0.39 - 0.84 x "
          "(six layers on an H200, 2026-11-30, tools/bench/results/tried/h200_moe_small_tune.json)", target_kind="cuda",
          capability=(90,), kernel="moe/small_cuda", when=few_tokens),
