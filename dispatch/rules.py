@@ -156,7 +156,7 @@ RULES: tuple[Rule, ...] = (
     Rule("grouped_gemm", "generated", 64, "TMA and WGMMA: 0.96 - 1.12 x as fast as torch._grouped_mm (H200, 2026-11-30, "
          "tools/bench/results/h200_gemm_hopper.json)", target_kind="cuda", capability=(90,), kernel="gemm/grouped_sm90"),
     Rule("grouped_gemm", "generated", 22, "16 bits in CuTe-DSL: 0.80 - 0.85 x the time of grouped_sm90 for gathered rows, 0.89 - 1.00 x "
-         "for many groups (H200, 2026-12-01, tools/bench/results/tried/h200_grouped_sm90_cute.json); taken by a tuning alone until prebuild "
+         "for many groups (H200, 2026-12-01, tools/bench/results/tried/h200_grouped_sm90_cute.json); taken by a tuning until prebuild "
          "and KERNELGEN_JIT=0 fall back to its sibling", target_kind="cuda", kernel="gemm/grouped_sm90_cute"),
     Rule("moe", "generated", 64, "up to 8 tokens in two launches: 8 take 0.85 - 0.98 x the time of the composition, 1 takes 0.39 - 0.84 x "
          "(six layers on an H200, 2026-11-30, tools/bench/results/tried/h200_moe_small_tune.json)", target_kind="cuda",

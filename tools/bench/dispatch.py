@@ -265,7 +265,8 @@ def write_defaults(rows: list[dict[str, Any]], folder: Path, target: Target, her
         problem = by_name.get(row["problem"]) if row["problem"] in ships else None
         name = measured.bucket(problem) if problem is not None else None
         if name is not None and row["times"] and not (_newer_kernels(row, problem, target) or _other_choice(row, problem, target)):
-            most, ours = _FAR_BEHIND * min(row["times"].values()), {m["kernel"]: m["us"] for m in row["measurements"] if m["us"] is not None}
+            most = _FAR_BEHIND * min(row["times"].values())
+            ours = {m["kernel"]: m["us"] for m in row["measurements"] if m["us"] is not None}
             found[problem.op][name] = tuple(
                 Measurement(**m | {"us": float(f"{m['us']:.4g}")}) for m in row["measurements"]
                 if m["us"] is not None and (m["us"] <= most or m["backend"] == "generated")

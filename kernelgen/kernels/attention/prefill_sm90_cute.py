@@ -104,8 +104,8 @@ def shared_memory(problem: AttentionProblem, config: Config) -> int:
     return _HEAD_BYTES + c.consumers * of_consumer + (1024 if c.out_over_query else 0) + keys + round_up(values, 1024)
 
 
-# Head dims from which the search comes first (H200, 2026-12-01, tools/bench/results/tried/h200_prefill_sm90_cute.json: D 256, 4 x 4,096 0.91
-# and 0.93 x the time without; D 128 1.03 - 1.05 x, D 64 1.01 - 1.02 x).
+# Head dims from which the search comes first (H200, 2026-12-01, tools/bench/results/tried/h200_prefill_sm90_cute.json: D 256, 4 x 4,096
+# 0.91 and 0.93 x the time without; D 128 1.03 - 1.05 x, D 64 1.01 - 1.02 x).
 _SEARCHED = 192
 # What configs of the sibling can choose and these cannot.
 _OF_SM90 = ("value_stages", "early_keys", "diagonal", "out_parts", "multicast", "pack_gqa", "splits")

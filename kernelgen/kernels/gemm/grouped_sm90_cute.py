@@ -99,8 +99,8 @@ def candidates(problem: GroupedGemmProblem, target: Target) -> Iterator[Config]:
     expected = replace(p, m=max(1, rows))
 
     def dealt(c: Config) -> bool:
-        """Wherever blocks come by more than one tile (H200, 2026-12-01, tools/bench/results/tried/h200_grouped_sm90_cute.json: 0.97 - 1.01 x
-        the time, of gathered rows, whose tiles of the same columns are then loaded together, 0.46 - 0.98 x)."""
+        """Wherever blocks come by more than one tile (H200, 2026-12-01, tools/bench/results/tried/h200_grouped_sm90_cute.json: 0.85 - 1.00
+        x the time, of gathered rows, whose tiles of the same columns are then loaded together, 0.46 - 0.98 x)."""
         along_m, along_n = -(-expected.m // c.block_m), -(-p.outputs // (c.block_n // (2 if p.gated else 1)))
         return p.grouping == "rows" and along_m * along_n * min(p.batch, p.m) > (target.sm_count or _SMS)
 
