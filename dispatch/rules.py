@@ -194,7 +194,7 @@ RULES: tuple[Rule, ...] = (
          "GPU yet", target_kind="cuda"),
     Rule("", "flashinfer", 31, "FlashInfer, whose kernels are compiled for minutes at first use (unmeasured)"),
     *(Rule(op, "triton", 21, "before the oracle alone: portable; 4 x 1,024, D 128, causal took 5.0 x the time of prefill_sm90 in bf16, "
-           "6.5 x that of torch's kernel in float32 (H200, 2026-12-01)", target_kind="cuda")
+           "6.5 x that of torch's kernel in float32 (H200, 2026-12-01, printed)", target_kind="cuda")
       for op in ("attention", "paged_attention")),
     Rule("", "triton", 30, "before the oracle: portable, untuned, 8.6 x the time of the best in the mean of 30 products (H200, 2026-11-30, "
          "tools/bench/results/h200_dispatch.json), for what has no kernel elsewhere"),
