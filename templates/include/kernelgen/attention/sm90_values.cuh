@@ -51,7 +51,9 @@ struct TileValues {
     }
     named_barrier_sync(kAllConsumers, Shape::kMathThreads);  // all have read the tile before anyone clears parts of it
     // By the lane that gives the tile back: racecheck does not see that a barrier of the consumers orders what others store.
+    // Unrolled, it spills at D 256 (paged, with LSE).
     if (lane_id() == 0) {
+#pragma unroll 1
       for (int i = static_cast<int>(threadIdx.x) / kWarpSize; i < kChunks; i += Shape::kMathThreads / kWarpSize) {
         uint32_t w[4];
         load_chunk(w, tile + i * 16);

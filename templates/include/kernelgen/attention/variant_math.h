@@ -220,18 +220,17 @@ template <class T>
 KERNELGEN_DEVICE T rsqrt(T x) {
   return static_cast<T>(1) / sqrt(x);
 }
-// a / b for 1 <= b <= 2. On a GPU within 2 units in the last place, without the branch that IEEE's quotient has.
-KERNELGEN_DEVICE double over(double a, double b) { return a / b; }
+// 1 / x for x >= 1. On a GPU within a unit in the last place, without the branch that IEEE's quotient has.
+KERNELGEN_DEVICE double reciprocal(double x) { return 1 / x; }
 #ifdef __CUDACC_RTC__
-KERNELGEN_DEVICE float over(float a, float b) { return a * reciprocal_approx(b); }
+KERNELGEN_DEVICE float reciprocal(float x) { return reciprocal_approx(x); }
 #else
-KERNELGEN_DEVICE float over(float a, float b) { return a / b; }
+KERNELGEN_DEVICE float reciprocal(float x) { return 1 / x; }
 #endif
-// The exponential of -|x| cannot overflow, and neither side cancels.
+// Nothing cancels; where the exponential overflows, the sigmoid is below the smallest normal number: 0.
 template <class T>
 KERNELGEN_DEVICE T sigmoid(T x) {
-  const T tail = exp(-absolute(x));
-  return over(x < 0 ? tail : static_cast<T>(1), static_cast<T>(1) + tail);
+  return reciprocal(static_cast<T>(1) + exp(-x));
 }
 // log(1 + e^x); beyond 20 the argument itself, as in torch.
 template <class T>
