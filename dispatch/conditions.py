@@ -176,6 +176,25 @@ def skinny(p: Any, target: Target) -> bool:
     return p.m <= few or skinny_sm90.estimate(p, target) <= dense_sm90.estimate(p, target)
 
 
+# Groups of rows for CuTe-DSL (H200, 2026-12-01, bf16, tools/bench/results/tried/h200_grouped_sm90_cute.json).
+#
+# CUTE_ROWS    of a group in the mean, from which its gathered rows take 0.80 - 0.85 x the time of grouped_sm90 (256 to 8,192; 32: 0.99)
+# CUTE_GROUPS  from which rows that lie in order do as well: 0.89 - 1.00 x (4 and 8 groups of thousands of rows: 0.99, 1.00)
+CUTE_ROWS, CUTE_GROUPS = 128, 32
+
+
+def cute_groups(p: Any) -> bool:
+    return p.grouping == "rows" and p.m >= CUTE_ROWS * p.batch and (p.gathered or p.batch >= CUTE_GROUPS)
+
+
+# Rows from which dense_sm90_cute was timed with a user's epilogue.
+EPILOGUE_ROWS = 1024
+
+
+def long_epilogue(p: Any) -> bool:
+    return p.epilogue is not None and p.m >= EPILOGUE_ROWS
+
+
 # Codes from which packed_sm90 was measured: fewer are read in less time than its start takes.
 MANY_CODES = 5760 * 2880
 

@@ -31,11 +31,21 @@ def _toolchain_problem(name: str, cxx: str | None) -> str:
     return ""
 
 
-def _obtainable(family: KernelFamily, problem: Any, target: Target, config: Any) -> Verdict:
-    """Can this machine compile the kernel, or has it a prebuilt artifact? With JIT off the call itself reports a miss."""
+@cache
+def _loading_problem(name: str, cuda_major: int | None) -> str:
+    """Why kernels of a toolchain cannot be loaded here, or ""; ``cuda_major`` only keys the memo."""
+    return toolchain(name).unloadable()
+
+
+def _obtainable(family: KernelFamily, problem: Any, target: Target, config: Any, live: bool) -> Verdict:
+    """Can this machine compile the kernel, or has it a prebuilt artifact, and if it is to run it, can it load one? With JIT off the call
+    itself reports a miss, but for kernels in Python, which have siblings."""
+    unloadable = _loading_problem(family.toolchain, toolchain(family.toolchain).cuda_major) if live else ""
+    if unloadable:
+        return no(unloadable)
     if not settings().jit:
-        if family.toolchain == "triton" and not is_built(family.spec(problem, target, config)):
-            return no("it is not prebuilt; its sibling in CUDA may be")
+        if family.toolchain in _TRACING and not is_built(family.spec(problem, target, config)):
+            return no("KERNELGEN_JIT=0, and it is not prebuilt; its sibling in CUDA may be")
         return yes()
     missing = _toolchain_problem(family.toolchain, settings().cxx)
     if not missing:
@@ -58,8 +68,8 @@ def _first_config(family: KernelFamily, problem: Any, target: Target, live: bool
     config = next(iter(family.candidates(problem, target)), None)
     if config is None:
         return None, no(f"no legal config for {problem} on {target}")
-    if live or family.toolchain == "triton":  # a machine that prebuilds for another may have no Triton
-        return config, _obtainable(family, problem, target, config)
+    if live or family.toolchain in _TRACING:  # a machine that prebuilds for another may have neither CuTe-DSL nor Triton
+        return config, _obtainable(family, problem, target, config, live)
     return config, yes()
 
 

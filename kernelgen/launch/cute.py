@@ -66,17 +66,16 @@ class CuteKernel:
 @cache
 def _open_runtime(major: int | None) -> ctypes.CDLL:
     """libcute_dsl_runtime for a CUDA version; every kernel of the process stands on it. Raises LaunchError."""
-    from kernelgen.toolchains.cutedsl import runtime_libraries
+    from kernelgen.toolchains.cutedsl import runtime_libraries, runtime_problem
 
-    found = runtime_libraries()
-    if major not in found:
-        have = ", ".join(f"CUDA {version}" for version in sorted(found)) or "none"
-        raise LaunchError(f"a CuTe-DSL kernel needs the run-time library for CUDA {major} (libcute_dsl_runtime.so); installed: {have}; "
-                          f"`pip install nvidia-cutlass-dsl-libs-cu{major}` brings it")
+    problem = runtime_problem(major)
+    if major is None or problem:
+        raise LaunchError(problem)
+    path = runtime_libraries()[major]
     try:
-        return ctypes.CDLL(str(found[major]), mode=ctypes.RTLD_GLOBAL)
+        return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     except OSError as error:
-        raise LaunchError(f"{found[major]} cannot be loaded: {error}") from error
+        raise LaunchError(f"{path} cannot be loaded: {error}") from error
 
 
 def load_cute_kernel(spec: KernelSpec, artifact: Artifact) -> CuteKernel:

@@ -43,6 +43,10 @@ class Toolchain(ABC):
     def load(self, spec: KernelSpec, artifact: Artifact) -> LoadedKernel:
         """A launchable kernel from a verified artifact."""
 
+    def unloadable(self) -> str:
+        """Why this machine cannot load what the toolchain built, here or elsewhere, or ""."""
+        return ""
+
 
 _FIRST_ERROR = re.compile(r"^.*(?:\berror\b|undefined reference|cannot find|No such file).*$", re.MULTILINE | re.IGNORECASE)
 

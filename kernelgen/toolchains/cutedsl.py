@@ -59,6 +59,16 @@ def runtime_libraries() -> dict[int, Path]:
     return flavours("cu{}/lib/libcute_dsl_runtime.so")
 
 
+def runtime_problem(major: int | None) -> str:
+    """Why no kernel of that CUDA version can be loaded, or ""."""
+    found = runtime_libraries()
+    if major in found:
+        return ""
+    have = ", ".join(f"CUDA {version}" for version in sorted(found)) or "none"
+    return (f"a CuTe-DSL kernel needs the run-time library for CUDA {major} (libcute_dsl_runtime.so); installed: {have}; "
+            f"`pip install nvidia-cutlass-dsl-libs-cu{major}` brings it")
+
+
 @lru_cache(maxsize=1)
 def _driver_major() -> int | None:
     """What the driver supports, or None without one. Asks no device."""
@@ -146,6 +156,9 @@ class CuteDsl(Toolchain):
 
     def load(self, spec: KernelSpec, artifact: Artifact) -> CuteKernel:
         return load_cute_kernel(spec, artifact)
+
+    def unloadable(self) -> str:
+        return runtime_problem(self.cuda_major)
 
 
 def link(objects: list[str], folder: Path, source: Source, what: str) -> str:

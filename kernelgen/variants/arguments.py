@@ -93,11 +93,18 @@ def _tensor_words(spec: ExtraTensor, tensor: Any) -> list[int]:
         raise _mismatch(spec, tensor)
     if tensor.numel() == 0:
         # There is no element to read. Every index leads to one zero instead, so that a masked key's dropped read is harmless.
-        return [_zero(tensor.device), *([1, 0] * spec.rank)]
+        return [_spare_zero(tensor.device).data_ptr(), *([1, 0] * spec.rank)]
     words = [tensor.data_ptr()]
     for size, stride in zip(tensor.shape, tensor.stride()):
         words += [size, stride]
     return words
+
+
+def readable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor for a kernel that takes it whole: one without elements is a zero, as in the argument block."""
+    if tensor.numel():
+        return tensor
+    return _spare_zero(tensor.device).view(tensor.dtype)[:1].view((1,) * tensor.dim())
 
 
 def _mismatch(spec: ExtraTensor, tensor: Any) -> Exception:
@@ -110,10 +117,10 @@ def _mismatch(spec: ExtraTensor, tensor: Any) -> Exception:
                       "as when it was traced")
 
 
-def _zero(device: torch.device) -> int:
+def _spare_zero(device: torch.device) -> torch.Tensor:
     if device not in _spare:
         _spare[device] = lasting(torch.zeros(8, dtype=torch.uint8, device="cpu"), device, "a variant's empty tensor")
-    return _spare[device].data_ptr()
+    return _spare[device]
 
 
 def _scalar_word(spec: ExtraScalar, x: Any) -> int:

@@ -28,11 +28,12 @@ _TYPES = {"float32": "Float32", "float64": "Float64", "bfloat16": "BFloat16", "f
 class Writer:
     """Writes one function's statements. A subclass says what the leaves are: fields, scalars, loads, sizes.
 
+    Integers that may need 64 bits have them.
+
     what    in error messages: whose function it is
-    wide    integers that may need 64 bits have them; else all are Int32
     """
 
-    what, wide = "epilogue", False
+    what = "epilogue"
 
     def leaf(self, e: Expression) -> str | None:
         """The text of what is no operation: a score, a field of the context, a scalar, a size; None for an operation."""
@@ -56,7 +57,7 @@ class Writer:
 
     def kind(self, e: Expression) -> str:
         if e.dtype == INT:
-            return "Int64" if self.wide and not e.is_int32 else "Int32"
+            return "Int32" if e.is_int32 else "Int64"
         return "Boolean" if e.dtype == BOOL else "Float32"
 
     def operand(self, e: Expression, names: Mapping[Expression, str], wanted: str) -> str:
@@ -78,7 +79,7 @@ class Writer:
         if not compares and e.dtype != INT:
             return self.kind(e)
         everything = (*e.operands, *(() if compares else (e,)))
-        return "Int64" if self.wide and not all(x.dtype == BOOL or x.is_int32 for x in everything) else "Int32"
+        return "Int32" if all(x.dtype == BOOL or x.is_int32 for x in everything) else "Int64"
 
     def text(self, e: Expression, names: Mapping[Expression, str]) -> str:
         if e.op == "load":
@@ -97,12 +98,12 @@ class Writer:
         return text if e.dtype != INT or wanted == kind else f"{kind}({text})"
 
     def _operation(self, e: Expression, values: list[str], wanted: str) -> str:
-        infix = _INFIX.get(e.op) or (_WRAPPING.get(e.op) if self.wide else None)
+        infix = _INFIX.get(e.op) or _WRAPPING.get(e.op)
         if infix:
             return f"{values[0]} {infix} {values[1]}"
         if e.op == "div" and wanted == "Float32":
             return f"{values[0]} / {values[1]}"
-        if e.op in ("floordiv", "mod") and wanted != "Float32" and e.operands[1].low > 0 and (self.wide or e.operands[0].low >= 0):
+        if e.op in ("floordiv", "mod") and wanted != "Float32" and e.operands[1].low > 0:
             if e.op == "floordiv":
                 return f"{values[0]} // {values[1]}"
             return f"{values[0]} % {values[1]}" if e.operands[0].low >= 0 else f"functions.floor_mod({', '.join(values)})"
@@ -115,13 +116,13 @@ class Writer:
         if e.op in _MATH and wanted == "Float32":
             return f"cute.math.{e.op}({', '.join(values)})"
         raise VariantError(f"{self.what}: {e.op} of {e.dtype} values is not in CuTe-DSL {self.what}s; they have + - * / comparisons & | ~, "
-                           f"where, minimum, maximum, abs, sigmoid, pow, {', '.join(_MATH)}, // and % of numbers that are not negative")
+                           f"where, minimum, maximum, abs, sigmoid, pow, {', '.join(_MATH)}, // and % of integers by positive ones")
 
 
 class _VariantWriter(Writer):
     """Of variants: extra values lie in the argument block, ``words`` (kernelgen/variants/arguments.py)."""
 
-    what, wide = "variant", True
+    what = "variant"
 
     def __init__(self, traced: TracedVariant) -> None:
         self.tensors: dict[str, tuple[str, int]] = {}

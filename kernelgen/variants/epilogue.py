@@ -33,11 +33,11 @@ class _EpilogueWriter(Writer):
         if e.op in ("score", "field"):
             return str(e.value)
         if e.op == "size" and isinstance(e.value, tuple):
-            return f"Int32(cute.size(extra_{e.value[0]}, mode=[{e.value[1]}]))"
+            return f"Int64(cute.size(extra_{e.value[0]}, mode=[{e.value[1]}]))"
         return f"extra_{e.value}" if e.op == "scalar" else None
 
     def load(self, e: Expression, names: Mapping[Expression, str]) -> str:
-        places = [self.operand(i, names, "Int32") for i in e.operands]
+        places = [self.operand(i, names, "Int32" if i.is_int32 else "Int64") for i in e.operands]
         indices = [at if i.low >= 0 else f"functions.from_end(extra_{e.value}, {d}, {at})"
                    for d, (i, at) in enumerate(zip(e.operands, places))]
         return f"functions.load({', '.join((f'extra_{e.value}', *indices))})"

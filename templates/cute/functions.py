@@ -39,18 +39,18 @@ def power(a, b):
 
 def load(tensor, *indices):
     """An element as float or int; ``indices`` are not negative, and what is past the end reads the last one."""
-    place = tuple(smaller(Int32(index), Int32(cute.size(tensor, mode=[d])) - 1) for d, index in enumerate(indices))
+    place = tuple(Int32(smaller(index, type(index)(cute.size(tensor, mode=[d])) - 1)) for d, index in enumerate(indices))
     value = tensor[place]
-    if cutlass.const_expr(tensor.element_type in (cutlass.Int32, cutlass.Int64, cutlass.Uint8)):
+    if cutlass.const_expr(tensor.element_type in (cutlass.Int32, cutlass.Uint8)):
         return Int32(value)
-    return Float32(value)
+    return Int64(value) if cutlass.const_expr(tensor.element_type == cutlass.Int64) else Float32(value)
 
 
 def from_end(tensor, mode, index):
     """An index that counts from the end where it is negative, as Python's do; not below the first."""
-    index = Int32(index)
-    index = where(index < 0, index + Int32(cute.size(tensor, mode=[mode])), index)
-    return where(index < 0, Int32(0), index)
+    kind = type(index)
+    index = where(index < 0, index + kind(cute.size(tensor, mode=[mode])), index)
+    return where(index < 0, kind(0), index)
 
 
 def smaller(a, b):

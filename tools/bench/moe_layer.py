@@ -4,7 +4,7 @@
     python tools/bench/moe_layer.py                            everything, into tools/bench/results/h200_moe_layer.json
     python tools/bench/moe_layer.py --only "qwen3-30b t=4096" --budget 60
     python tools/bench/moe_layer.py --resume --budget 90       goes on where the file ends
-    python tools/bench/moe_layer.py --cute                     the layer with its products in CuTe-DSL, too (16-bit experts)
+    python tools/bench/moe_layer.py --cute                     the layer with its products in CuTe-DSL, and in CUDA, too (16-bit experts)
     python tools/bench/moe_layer.py --prebuild-only            compile all kernels (no GPU needed), in several processes
 
 Numbers are held against the reference. Then the layer, torch._grouped_mm between torch's operators, and every step of ours alone (on
@@ -57,9 +57,9 @@ _PEAK = {"bf16": 790.0, "fp8-block": 1530.0, "mxfp4": 790.0}
 # (model, tokens, recipe) -> TFLOP/s that the layer is to reach, and with deterministic=False.
 TARGETS: dict[tuple[str, int, str], tuple[float, float | None]] = {
     ("qwen3-30b", 32768, "bf16"): (480.0, None), ("deepseek-v3-tp8", 4096, "fp8-block"): (500.0, 580.0)}
-_LAYER, _PART, _FREE, _CUTE = "moe-layer", "moe-part", "kernelgen, any order", "kernelgen, CuTe-DSL"
-_IN_CUTE = ", CuTe-DSL"
-_CUTE_KERNELS = ("moe/layer", "gemm/grouped_sm90_cute")
+_LAYER, _PART, _FREE = "moe-layer", "moe-part", "kernelgen, any order"
+# With --cute: products by each, whatever "auto" takes.
+_SIDES = {"CuTe-DSL": ("moe/layer", "gemm/grouped_sm90_cute"), "CUDA": ("moe/layer", "gemm/grouped_sm90")}
 
 
 def cases(tokens: Sequence[int], only: str) -> list[MoeCase]:
@@ -131,22 +131,32 @@ def _step(pair: tuple[Callable[[Any], Any], Any]) -> Any:
 
 
 @contextmanager
-def by_cute() -> Iterator[None]:
-    """Products in CuTe-DSL are chosen, whatever was measured."""
+def products_by(side: str) -> Iterator[None]:
+    """Products of that toolchain are chosen, whatever was measured."""
     select.forget()
-    with settings.override(kernels=_CUTE_KERNELS):
+    with settings.override(kernels=_SIDES[side]):
         yield
     select.forget()
 
 
-def _cute_parts(work: MoeWorkload, sets: Sequence[MoeOperands]) -> Parts:
-    with by_cute():
-        decision = work.decision(sets[0])
-        return Parts(work, sets, decision)
+def _parts_by(side: str, work: MoeWorkload, sets: Sequence[MoeOperands]) -> Parts:
+    with products_by(side):
+        return Parts(work, sets, work.decision(sets[0]))
+
+
+def _layer_of(parts: Parts, work: MoeWorkload) -> Callable[[MoeOperands], torch.Tensor]:
+    run = parts.run
+    assert run is not None
+
+    def layer(o: MoeOperands) -> torch.Tensor:
+        run(describe_moe(*o[:5], **_described(work, o))[1])
+        return o.out
+
+    return layer
 
 
 def measured(case: MoeCase, protocol: Protocol, cute: bool = False) -> tuple[Row, ...]:
-    """Rows of the layer, its peer, its other order of additions and its steps; ``cute``: and by products in CuTe-DSL."""
+    """Rows of the layer, its peer, its other order of additions and its steps; ``cute``: and by products of either toolchain."""
     work, name = MoeWorkload(case, "cuda"), str(case)
     generator = torch.Generator(device="cuda").manual_seed(protocol.seed)
     sets = [work.operands(generator) for _ in range(max(2, min(4, count_sets(work.set_bytes, protocol.together))))]
@@ -158,14 +168,9 @@ def measured(case: MoeCase, protocol: Protocol, cute: bool = False) -> tuple[Row
 
     calls = {c.name: (c.call, c.peer, c.missing) for c in work.candidates() if c.name != "torch loop"}
     parts = Parts(work, sets, work.decision(sets[0]))
-    parts_of_cute = _cute_parts(work, sets) if cute and case.recipe == "bf16" else None
-
-    def layer_by_cute(o: MoeOperands) -> torch.Tensor:
-        assert parts_of_cute is not None and parts_of_cute.run is not None
-        parts_of_cute.run(describe_moe(*o[:5], **_described(work, o))[1])
-        return o.out
-
-    others: dict[str, tuple[Callable[[Any], Any], bool, str]] = {_CUTE: (layer_by_cute, False, "")} if parts_of_cute else {}
+    sides = {side: _parts_by(side, work, sets) for side in _SIDES} if cute and case.recipe == "bf16" else {}
+    others: dict[str, tuple[Callable[[Any], Any], bool, str]] = {
+        f"kernelgen, {side}": (_layer_of(made, work), False, "") for side, made in sides.items()}
     others |= {_FREE: (free, False, "")} if TARGETS.get((case.model, case.tokens, case.recipe), (0, None))[1] else {}
     for label, (call, peer, missing) in (calls | others).items():
         if missing:
@@ -178,13 +183,13 @@ def measured(case: MoeCase, protocol: Protocol, cute: bool = False) -> tuple[Row
             candidates[label] = (call, sets)
         torch.cuda.synchronize()
     candidates |= {step: (_step, pairs) for step, pairs in parts.recorded.items()}
-    if parts_of_cute:
-        candidates |= {step + _IN_CUTE: (_step, pairs) for step, pairs in parts_of_cute.recorded.items() if step in ("up", "down")}
+    for side, made in sides.items():
+        candidates |= {f"{step}, {side}": (_step, pairs) for step, pairs in made.recorded.items() if step in ("up", "down")}
     timers = {label: CudaTimer(call, own, protocol) for label, (call, own) in candidates.items()}
     of = bounds(case, work)
     layer = (work.traffic, work.flops)
     for label, timing in interleave(timers, protocol.samples).items():
-        moved, flops = of.get(label.removesuffix(_IN_CUTE), layer)
+        moved, flops = of.get(label.partition(", ")[0], layer)
         seconds = timing.median * 1e-6
         old = rows.get(label, Row(_PART, name, label))
         note = old.note or f"bound {_microseconds(case, (moved, flops)):.1f} us"
@@ -245,7 +250,7 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--only", default="", help="cases whose words contain this, or one of several with | between them")
-    parser.add_argument("--cute", action="store_true", help="time products in CuTe-DSL beside the others")
+    parser.add_argument("--cute", action="store_true", help="time products in CuTe-DSL and in CUDA beside what is chosen")
     add_build_options(parser)
     add_run_options(parser, _JSON)
     options = parser.parse_args(words)
@@ -254,8 +259,8 @@ def main(words: list[str]) -> int:
     chosen = cases(options.tokens, options.only)
     target = target_of("cuda") if torch.cuda.is_available() else replace(Machine.parse("sm_90a"), sm_count=132)
     specs = dict.fromkeys(spec for case in chosen for spec in specs_of(_decision(case, target)))
-    if options.cute:
-        with by_cute():
+    for side in _SIDES if options.cute else ():
+        with products_by(side):
             specs |= dict.fromkeys(spec for case in chosen if case.recipe == "bf16" for spec in specs_of(_decision(case, target)))
     for spec, reason in prebuild(specs, options.processes).items():
         print(f"{spec.name} does not compile: {reason}")

@@ -23,6 +23,7 @@ from kernelgen.problems.gemm import GemmProblem
 from kernelgen.specs import KernelSpec
 from kernelgen.targets import Target, target_of
 from kernelgen.tensors import GemmTensors
+from kernelgen.variants.arguments import readable
 from kernelgen.variants.epilogue import TracedEpilogue, trace_epilogue
 from kernelgen.variants.traced import ExtraTensor
 from kernelgen.verdicts import Verdict, first_no
@@ -199,10 +200,10 @@ def bind(problem: GemmProblem, config: Config, kernel: Any, tensors: GemmTensors
     if e.totals:
         tiles = -(-problem.outputs // (config.block_n // (2 if problem.gated else 1)))
         return _closure(config, kernel, tensors,
-                        lambda t: [partials(problem, t, tiles), t.totals, *(t.epilogue.tensors[x.name] for x in e.tensors)],
+                        lambda t: [partials(problem, t, tiles), t.totals, *(readable(t.epilogue.tensors[x.name]) for x in e.tensors)],
                         lambda t: [t.epilogue.scalars[x.name] for x in e.scalars])
     if problem.epilogue is not None:
-        return _closure(config, kernel, tensors, lambda t: [t.epilogue.tensors[x.name] for x in e.tensors],
+        return _closure(config, kernel, tensors, lambda t: [readable(t.epilogue.tensors[x.name]) for x in e.tensors],
                         lambda t: [t.epilogue.scalars[x.name] for x in e.scalars])
     return closure(config, kernel, tensors, tuple(s.name for s in e.scalars), tuple(t.name for t in e.tensors))
 

@@ -71,7 +71,7 @@ def test_an_epilogue_is_what_its_function_says() -> None:
     back = trace_epilogue(lambda x, ctx: x + ctx.scale[ctx.column - 3], {"scale": torch.zeros(3)})
     assert "functions.load(extra_scale, functions.from_end(extra_scale, 0, t0))" in back.code
     both = trace_epilogue(lambda x, y, ctx: torch.tanh(x) * y + ctx.scale.shape[0], {"scale": torch.zeros(3)}, gated=True)
-    assert "t0 * y" in both.code and "Int32(cute.size(extra_scale, mode=[0]))" in both.code
+    assert "t0 * y" in both.code and "Int64(cute.size(extra_scale, mode=[0]))" in both.code
     apart = trace_epilogue(function, {"scale": torch.zeros(3, 2)[:, 0]}, {"shift": 0.5})
     assert (traced.rows, apart.rows) == (("scale",), ()) and traced.stand_ins != apart.stand_ins and traced.code == apart.code
     renamed = trace_epilogue(lambda value, context: function(value, context), {"scale": torch.zeros(7)}, {"shift": 2.0})

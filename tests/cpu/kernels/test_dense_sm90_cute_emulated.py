@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,6 +90,35 @@ def test_a_users_function() -> None:
         return _user(a.to(dtype) @ b.mT.to(dtype), ctx)
 
     assert_close_to_reference(t.out, with_dtype(torch.float64), with_dtype(torch.float32).bfloat16(), what="a user's function", seed=0)
+
+
+def _wide(x: Any, ctx: Any) -> Any:
+    """Integers beyond 32 bits, from constants and from tensors; indices that count from the end; remainders of negative numbers."""
+    x = torch.where((ctx.row * 1103515245 + 12345) % 1000 < 500, x, -x)
+    x = torch.where(ctx.ids[ctx.row] > 3_000_000_000, 2 * x, x) + (ctx.ids[ctx.column] - 3_500_000_000) % 5
+    return x + ctx.table[ctx.ids[ctx.row] // 1_000_000_000 - 8] + ctx.table[ctx.column * 4_000_000_000 - 1] + ctx.nothing[ctx.row] * 8
+
+
+@needs_toolchain
+def test_wide_integers_and_a_tensor_without_elements() -> None:
+    m, n, k = 70, 72, 40
+    case, config = Product(m, n, k, "bf16"), Config(1, 1, 64, 2)
+    a, b = (random_tensor(shape, torch.bfloat16, seed=i) for i, shape in enumerate(((1, m, k), (1, n, k))))
+    ids = torch.randint(0, 8_000_000_000, (max(m, n),), generator=torch.Generator().manual_seed(5))
+    tensors = {"ids": ids, "table": random_tensor((8,), torch.float32, seed=3), "nothing": torch.empty(0, dtype=torch.int32)}
+    traced = trace_epilogue(_wide, tensors)
+    t: Any = SimpleNamespace(a=a, b=b.mT, out=poisoned_empty((1, m, n), torch.bfloat16), c=None, bias=None, scale_a=None, scale_b=None,
+                             out_scale=None, epilogue=SimpleNamespace(tensors=tensors, scalars={}))
+    problem = replace(problem_of(case, t), epilogue=traced)
+    dense_sm90_cute.bind(problem, config, _emulated(dense_sm90_cute.spec(problem, HOPPER, config), True, True), t)(t)
+
+    def with_dtype(dtype: torch.dtype) -> torch.Tensor:
+        row, column, table = torch.arange(m)[:, None], torch.arange(n), tensors["table"].to(dtype)
+        x = torch.where((row * 1103515245 + 12345) % 1000 < 500, 1, -1) * (a.to(dtype) @ b.mT.to(dtype))
+        x = torch.where(ids[row] > 3_000_000_000, 2 * x, x) + (ids[column] - 3_500_000_000) % 5
+        return x + table[ids[row] // 1_000_000_000 - 8] + table[(column * 4_000_000_000 - 1).clamp(-1, 7)]
+
+    assert_close_to_reference(t.out, with_dtype(torch.float64), with_dtype(torch.float32).bfloat16(), what="wide integers", seed=0)
 
 
 def _without(pattern: str, text: str, which: int = 0, new: str = "") -> str:

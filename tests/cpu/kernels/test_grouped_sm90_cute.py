@@ -99,10 +99,22 @@ def test_configs() -> None:
     assert not any(c.dealt for p in (few, masked) for c in FAMILY.candidates(p, H200))
 
 
-def test_rule() -> None:
-    """It is asked behind every other kernel: a tuning takes it where it is the faster one."""
-    scores = [r.score for r in rules.RULES if r.kernel == FAMILY.name]
-    assert len(scores) == 1 and all(scores[0] < r.score for r in rules.RULES if r.general and r.backend == "generated")
+def test_rules() -> None:
+    """Before its sibling where it was the faster one: gathered rows, many groups; else behind every kernel that was timed."""
+    def score(problem: GroupedGemmProblem) -> float:
+        rule = rules.rule_of("generated", FAMILY.name, problem, H200)
+        assert rule is not None
+        return rule.score
+
+    gathered = GatheredGemmProblem(**vars(replace(BASE, m=8 * 128, batch=8)), tokens=64)
+    sibling = rules.rule_of("generated", "gemm/grouped_sm90", BASE, H200)
+    assert sibling is not None
+    for problem in (gathered, replace(BASE, m=32 * 128, batch=32)):
+        assert score(problem) > sibling.score, problem
+    general = min(r.score for r in rules.RULES if r.general and r.backend == "generated")
+    for problem in (replace(gathered, m=8 * 127), replace(BASE, m=32 * 128, batch=31), replace(BASE, m=32 * 127, batch=32),
+                    replace(BASE, grouping="masked", m=1024, batch=64)):
+        assert score(problem) < general, problem
     assert families("grouped_gemm", "cuda")[-1] is FAMILY
 
 
