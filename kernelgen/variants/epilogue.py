@@ -9,6 +9,7 @@ has its helpers). The public side: epilogue_function.py.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,7 +19,7 @@ from kernelgen.errors import VariantError
 from kernelgen.variants.dsl import Writer
 from kernelgen.variants.epilogue_function import Reduction, taken_apart
 from kernelgen.variants.expression import FLOATS, INT, INT32, REAL, Expression, in_order, make
-from kernelgen.variants.trace import _KIND_TYPE, Context, Tensor, Value, _element, _names_in, _result, extra_tensor
+from kernelgen.variants.trace import _KIND_TYPE, Context, Tensor, Value, _element, _names_in, _result, called, extra_tensor
 from kernelgen.variants.traced import ExtraScalar, ExtraTensor, scalar_kind
 
 FIELDS = ("batch", "row", "column")
@@ -157,10 +158,13 @@ def trace_function(
     for n, scalar in numbers.items():
         dtype, bounds = _KIND_TYPE[scalar.kind]
         values[n] = Value(make("scalar", dtype, value=n, weak=True, bounds=bounds))
-    given = [Value(make("score", REAL, value=half)) for half in (("x", "y") if gated else ("x",))]
-    value, reduced = taken_apart(function(*given, Context(values)))
-    result = _result("epilogue", value, FLOATS, "a float (the new value)")
-    totals = tuple(Reduction(n, r.kind, _result(f"epilogue's {n!r}", r.value, FLOATS, "a float")) for n, r in reduced.items())
+    given = {half: Value(make("score", REAL, value=half)) for half in (("x", "y") if gated else ("x",))}
+    try:
+        value, reduced = taken_apart(called("epilogue", function, given | {"ctx": Context(values)}))
+        result = _result("epilogue", value, FLOATS, "a float (the new value)")
+        totals = tuple(Reduction(n, r.kind, _result(f"epilogue's {n!r}", r.value, FLOATS, "a float")) for n, r in reduced.items())
+    except VariantError as error:  # in the words of variants of attention, which are traced by the same
+        raise VariantError(re.sub(r"\bvariant(?=[:(])", "epilogue", str(error))) from error.__cause__
     read = {n for e in in_order((result, *(total.value for total in totals))) for n in _names_in(e)}
     # Descriptions without a tensor are those of calls, whose rows are contiguous.
     rows = (n for n, t in (tensors or {}).items() if n in read and known[n].rank and (isinstance(t, ExtraTensor) or t.stride(-1) == 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import inspect
 import numbers
 import re
 from collections.abc import Callable, Mapping
@@ -163,7 +164,7 @@ class Context:
         names = sorted(vars(self))
         near = difflib.get_close_matches(name, names, n=1)
         guess = f"did you mean {near[0]!r}? " if near else ""
-        raise VariantError(f"variant: the context has no {name!r}; {guess}It has {', '.join(names)}")
+        raise VariantError(f"variant: the context has no {name!r}; {guess}{'It' if guess else 'it'} has {', '.join(names)}")
 
 
 def _captured(what: str) -> VariantError:
@@ -266,10 +267,10 @@ def _trace(variant: Any) -> TracedVariant:
     score = mask = None
     if variant.score is not None:
         value = make("score", REAL)
-        score = _result("score", variant.score(Value(value), context), FLOATS, "a float (the new score)")
+        score = _result("score", called("score", variant.score, {"score": Value(value), "ctx": context}), FLOATS, "a float (the new score)")
         score = None if score is value else score
     if variant.mask is not None:
-        mask = _result("mask", variant.mask(context), (BOOL,), "a bool (True = may attend)")
+        mask = _result("mask", called("mask", variant.mask, {"ctx": context}), (BOOL,), "a bool (True = may attend)")
         mask = None if mask.is_constant and mask.value else mask
     read = {name for e in in_order(tuple(e for e in (score, mask) if e is not None)) for name in _names_in(e)}
     return TracedVariant(
@@ -296,6 +297,20 @@ def _names_in(e: Expression) -> tuple[Any, ...]:
     if e.op in ("load", "scalar"):
         return (e.value,)
     return e.value[:1] if e.op == "size" and isinstance(e.value, tuple) else ()
+
+
+def called(what: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """What a user's function makes of stand-ins. What it raises itself passes through, with its traceback. Raises VariantError where it
+    does not take so many arguments."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some of those in C have none
+        return function(*arguments.values())
+    try:
+        signature.bind(*arguments.values())
+    except TypeError as error:
+        raise VariantError(f"variant: the {what} function takes {signature}, expected ({', '.join(arguments)})") from error
+    return function(*arguments.values())
 
 
 def _result(what: str, value: Any, dtypes: tuple[str, ...], expected: str) -> Expression:

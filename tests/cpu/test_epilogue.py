@@ -184,3 +184,16 @@ def test_a_gradient_of_an_extra_value_beside_a_prepared_call() -> None:
     assert kernelgen.gemm(a, b, epilogue=function).requires_grad
     with torch.no_grad():
         assert not kernelgen.gemm(a, b, epilogue=function).requires_grad
+
+
+@pytest.mark.parametrize("function, gated, words", (
+    (lambda x: x, False, r"epilogue: the epilogue function takes \(x\), expected \(x, ctx\)"),
+    (lambda x, ctx: x, True, r"takes \(x, ctx\), expected \(x, y, ctx\)"),
+    (lambda x, ctx: x + torch.zeros(3), False, r"epilogue: .* pass it by epilogue\(tensors="),
+    (lambda x, ctx: x if x > 0 else 1.0, False, "epilogue: Python took a value"),
+))
+def test_errors_speak_of_epilogues(function: Any, gated: bool, words: str) -> None:
+    with pytest.raises(VariantError, match=words):
+        _ = kernelgen.epilogue(function, gated=gated).traced
+    with pytest.raises(ZeroDivisionError):
+        _ = kernelgen.epilogue(lambda x, ctx: x * (1 / 0)).traced

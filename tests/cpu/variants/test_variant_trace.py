@@ -232,3 +232,10 @@ def test_errors_of_the_declaration(make: Callable[[], Any], kind: type[Exception
 def test_public_names() -> None:
     assert kernelgen.variant is variant and kernelgen.variants.alibi is alibi
     assert "torch.{" in supported()
+
+
+def test_a_function_of_other_arguments() -> None:
+    for made, words in ((variant(lambda score: score), r"score function takes \(score\), expected \(score, ctx\)"),
+                        (variant(mask=lambda a, b: a < b), r"mask function takes \(a, b\), expected \(ctx\)")):
+        with pytest.raises(VariantError, match=words):
+            trace(made)
