@@ -36,6 +36,7 @@ from kernelgen.bench import machine as machines  # noqa: E402
 from kernelgen.bench.options import add_build_options, add_run_options, head  # noqa: E402
 from kernelgen.bench.prebuild import prebuild  # noqa: E402
 from kernelgen.dispatch import cost, fitting, measured, select  # noqa: E402
+from kernelgen.dispatch.backends import backends  # noqa: E402
 from kernelgen.dispatch.child import Failed  # noqa: E402
 from kernelgen.dispatch.timings import Machine, Measurement  # noqa: E402
 from kernelgen.dispatch.trials import trials_of  # noqa: E402
@@ -291,13 +292,21 @@ def main(words: list[str]) -> int:
     parser.add_argument("--fit", type=Path, metavar="FOLDER", help="write cost.json and the defaults of the file there, print the table")
     o = parser.parse_args(words)
     hopper = replace(Target.parse("sm_90a"), sm_count=132)
+    chosen = [c for c in cases() if o.only in str(c.problem(hopper))]
+    if not chosen:
+        sys.exit(f"--only {o.only!r} is in the words of none of the {len(cases())} problems; --table prints them")
+    unknown = sorted(set(o.without) - set(backends()))
+    if unknown:
+        sys.exit(f"--without {' '.join(unknown)}: expected names out of {', '.join(backends())}")
     if o.table or o.fit:
+        if not o.json.is_file():
+            sys.exit(f"{o.json} is not there; measure on a GPU first, or name another file by --json")
         data = json.loads(o.json.read_text())
         model = write_defaults(data["rows"], o.fit, hopper, Machine(**data["here"])) if o.fit else cost.machine_of(hopper)
         print("\n".join(table(data["rows"], hopper, model)))
         return 0
     if o.prebuild_only:
-        failed = prebuild(kernels([c for c in cases() if o.only in str(c.problem(hopper))], hopper, tuple(o.without)), o.processes)
+        failed = prebuild(kernels(chosen, hopper, tuple(o.without)), o.processes)
         print("\n".join(f"{spec.name} does not compile: {reason}" for spec, reason in failed.items()))
         return 1 if failed else 0
     if not torch.cuda.is_available():
