@@ -64,6 +64,8 @@ def rows(p: AttentionProblem, target: Target) -> Iterator[tuple[str, Verdict]]:
     for kernel in ("fa2", "fa3"):
         yield kernel, supports(p, target, kernel)
     yield "cudnn", no("backend cudnn calls the same graphs without FlashInfer between")
+    for kernel in ("cutlass", "cute-dsl"):
+        yield kernel, no("not wrapped: for sm_100 and later, of which no GPU was at hand")
     yield "trtllm_fmha_v2", no("not wrapped: it stores no LSE, and where its diagonal lies for unlike lengths is undocumented")
 
 
