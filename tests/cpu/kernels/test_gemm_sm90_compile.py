@@ -100,7 +100,8 @@ def test_epilogues_do_not_spill(family: Any, base: GemmProblem) -> None:
 def test_who_gathers_rows() -> None:
     """grouped_sm90, in tiles that the lanes that gather have registers for; nobody else."""
     p = GatheredGemmProblem(128, 32768, 1536, 2048, "bf16", "bf16", "bf16", b_order="col", batched_b=True, tokens=4096)
-    assert "gathered" in str(p) and choose(p, H200, "generated", live=False).chosen.kernel == "gemm/grouped_sm90"  # type: ignore[union-attr]
+    chosen = choose(p, H200, "generated", live=False).chosen  # its sibling in CuTe-DSL, where that is installed, is the faster one
+    assert "gathered" in str(p) and chosen is not None and chosen.kernel.removesuffix("_cute") == "gemm/grouped_sm90"
     assert str(next(iter(grouped_sm90.candidates(p, H200)))) == "128x256 g2 s4 c1x1 dealt"
     assert "128 rows" in grouped_sm90.legal(p, H200, Config(2, 2, 128, 4)).reason
     one = replace(p, a_dtype="e4m3", b_dtype="e4m3", scales="block_1x128")
