@@ -180,19 +180,21 @@ def skinny(p: Any, target: Target) -> bool:
 #
 # CUTE_ROWS    of a group in the mean, from which its gathered rows take 0.80 - 0.85 x the time of grouped_sm90 (256 to 8,192; 32: 0.99)
 # CUTE_GROUPS  from which rows that lie in order do as well: 0.89 - 1.00 x (4 and 8 groups of thousands of rows: 0.99, 1.00)
-CUTE_ROWS, CUTE_GROUPS = 128, 32
+# CUTE_N, CUTE_K  least extents of a group's matrix that was timed
+CUTE_ROWS, CUTE_GROUPS, CUTE_N, CUTE_K = 128, 32, 1536, 768
 
 
 def cute_groups(p: Any) -> bool:
-    return p.grouping == "rows" and p.m >= CUTE_ROWS * p.batch and (p.gathered or p.batch >= CUTE_GROUPS)
+    timed = p.grouping == "rows" and not p.scattered and p.n >= CUTE_N and p.k >= CUTE_K
+    return timed and p.m >= CUTE_ROWS * p.batch and (p.gathered or p.batch >= CUTE_GROUPS)
 
 
-# Rows from which dense_sm90_cute was timed with a user's epilogue.
-EPILOGUE_ROWS = 1024
+# Rows and columns, and depth, from which dense_sm90_cute was timed with a user's epilogue (ungated; 4,096 columns and more were).
+EPILOGUE_ROWS, EPILOGUE_K = 1024, 1024
 
 
 def long_epilogue(p: Any) -> bool:
-    return p.epilogue is not None and p.m >= EPILOGUE_ROWS
+    return p.epilogue is not None and not p.epilogue.gated and min(p.m, p.n) >= EPILOGUE_ROWS and p.k >= EPILOGUE_K
 
 
 # Codes from which packed_sm90 was measured: fewer are read in less time than its start takes.

@@ -78,7 +78,7 @@ def _drop(concerned: Callable[[Any], bool]) -> None:
 def candidates_of(problem: Any, target: Target, live: bool = True) -> list[Candidate]:
     """Every backend's candidates for a problem, with configs and verdicts, in the order of the backends."""
     rows = Rows(problem, target, live)
-    return [c.settled() for name in backends() for c in rows.of(name)]
+    return [rows.obtained(c.settled()) for name in backends() for c in rows.of(name)]
 
 
 def hides_values(problem: Any) -> bool:
@@ -151,13 +151,22 @@ class Rows:
 
     def settle(self, c: Candidate) -> Candidate:
         """The candidate with its config and its measured time, in the place of what it was."""
-        settled = c.settled()
-        if (c.backend, c.kernel) in self.times:
-            settled = measured.with_time(settled, self.problem, self.target, self.times)
+        own = c.settled()
+        timed = measured.with_time(own, self.problem, self.target, self.times) if (c.backend, c.kernel) in self.times else own
+        settled = self.obtained(timed)
+        if not settled.verdict and timed is not own:  # its own config may be there where the one that was measured is not
+            settled = self.obtained(own)
         if settled is not c:
             rows = self._found[c.backend]
             rows[rows.index(c)] = settled
         return settled
+
+    def obtained(self, c: Candidate) -> Candidate:
+        """With the word of its backend on whether a kernel of its config can be had here."""
+        if not c.verdict or c.config is None:
+            return c
+        verdict = backends()[c.backend].obtainable(self.problem, self.target, c.kernel, c.config, self.live)
+        return c if verdict.ok and not verdict.reason else replace(c, verdict=verdict)
 
     def known(self) -> tuple[Candidate, ...]:
         """What was looked at, as it is."""

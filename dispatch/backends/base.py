@@ -36,7 +36,7 @@ class Properties:
         return _HONOURED
 
 
-_HONOURED = Verdict(True)
+_HONOURED = _OBTAINABLE = Verdict(True)
 _ASKED = (  # of a problem, and what is said to a candidate that does not promise it
     ("deterministic",
      "deterministic=True is asked for, and it does not promise equal bits of equal calls; deterministic=False would take it"),
@@ -72,6 +72,10 @@ class Backend(ABC):
     @abstractmethod
     def prepare(self, problem: Any, target: Target, kernel: str, config: Any, tensors: Any) -> Callable[[Any], Any]:
         """The callable for these shapes and strides. May compile. Only called for a candidate with an ok verdict."""
+
+    def obtainable(self, problem: Any, target: Target, kernel: str, config: Any, live: bool) -> Verdict:
+        """Can the kernel be had here in the config that would run? Only called for a candidate with an ok verdict."""
+        return _OBTAINABLE
 
     def properties(self, problem: Any, kernel: str) -> Properties:
         """What the candidate promises. ``select`` holds it against what the problem asks for, and ``explain`` shows it."""

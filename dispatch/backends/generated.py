@@ -31,6 +31,9 @@ def _toolchain_problem(name: str, cxx: str | None) -> str:
     return ""
 
 
+_NOT_PREBUILT = "KERNELGEN_JIT=0, and it is not prebuilt; its sibling in CUDA may be"
+
+
 @cache
 def _loading_problem(name: str, cuda_major: int | None) -> str:
     """Why kernels of a toolchain cannot be loaded here, or ""; ``cuda_major`` only keys the memo."""
@@ -40,17 +43,14 @@ def _loading_problem(name: str, cuda_major: int | None) -> str:
 def _obtainable(family: KernelFamily, problem: Any, target: Target, config: Any, live: bool) -> Verdict:
     """Can this machine compile the kernel, or has it a prebuilt artifact, and if it is to run it, can it load one? With JIT off the call
     itself reports a miss, but for kernels in Python, which have siblings."""
+    jit, traced = settings().jit, family.toolchain in _TRACING
+    missing = _toolchain_problem(family.toolchain, settings().cxx) if jit else _NOT_PREBUILT
+    if not missing or not (jit or traced):
+        return yes()
+    if not is_built(family.spec(problem, target, config)):
+        return no(missing)
     unloadable = _loading_problem(family.toolchain, toolchain(family.toolchain).cuda_major) if live else ""
-    if unloadable:
-        return no(unloadable)
-    if not settings().jit:
-        if family.toolchain in _TRACING and not is_built(family.spec(problem, target, config)):
-            return no("KERNELGEN_JIT=0, and it is not prebuilt; its sibling in CUDA may be")
-        return yes()
-    missing = _toolchain_problem(family.toolchain, settings().cxx)
-    if not missing:
-        return yes()
-    return yes("prebuilt") if is_built(family.spec(problem, target, config)) else no(missing)
+    return no(unloadable) if unloadable else yes("prebuilt")
 
 
 def is_built(spec: KernelSpec) -> bool:
@@ -63,14 +63,10 @@ _NO_GRADIENT = ("a gradient is asked for, or torch transforms the call: no gener
                 "not see one run; call under torch.no_grad(), outside of transforms")
 
 
-def _first_config(family: KernelFamily, problem: Any, target: Target, live: bool) -> tuple[Any, Verdict]:
-    """The family's best guess, and whether a kernel of it can be had here."""
+def _first_config(family: KernelFamily, problem: Any, target: Target) -> tuple[Any, Verdict]:
+    """The family's best guess."""
     config = next(iter(family.candidates(problem, target)), None)
-    if config is None:
-        return None, no(f"no legal config for {problem} on {target}")
-    if live or family.toolchain in _TRACING:  # a machine that prebuilds for another may have neither CuTe-DSL nor Triton
-        return config, _obtainable(family, problem, target, config, live)
-    return config, yes()
+    return (None, no(f"no legal config for {problem} on {target}")) if config is None else (config, yes())
 
 
 def _compose(made_of: Composition, problem: Any, target: Target, live: bool) -> tuple[Steps | None, Verdict]:
@@ -106,9 +102,16 @@ class Generated(Backend):
             verdict = family.supports(problem, target)
             if verdict and getattr(problem, "requires_grad", False):
                 verdict = no(_NO_GRADIENT)
-            yield family.name, Later(partial(_first_config, family, problem, target, live)) if verdict else None, verdict
+            yield family.name, Later(partial(_first_config, family, problem, target)) if verdict else None, verdict
         if not found:
             yield "", None, no(f"no generated kernel for {problem.op} on {target.kind} in this release")
+
+    def obtainable(self, problem: Any, target: Target, kernel: str, config: Any, live: bool) -> Verdict:
+        family = next((f for f in families(problem.op, target.kind) if f.name == kernel), None)
+        # A composition's steps were asked. A machine that prebuilds for another may have neither CuTe-DSL nor Triton.
+        if family is None or not (live or family.toolchain in _TRACING):
+            return yes()
+        return _obtainable(family, problem, target, config, live)
 
     def properties(self, problem: Any, kernel: str) -> Properties:
         """Sums run in a fixed order in every kernel. Bits that do not depend on the batch are a matter of the config: a family's verdict

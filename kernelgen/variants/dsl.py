@@ -85,10 +85,7 @@ class Writer:
         if e.op == "load":
             return self.load(e, names)
         if e.op == "cast":
-            source, kind = e.operands[0], self.kind(e)
-            if source.dtype in FLOATS and kind == "Int64" and e.value == 32:
-                return f"Int64({self.operand(source, names, 'Int32')})"
-            return self.operand(source, names, kind)
+            return self.operand(e.operands[0], names, self.kind(e))
         if e.op == "where":
             condition, *chosen = e.operands
             values = (self.operand(condition, names, "Boolean"), *(self.operand(v, names, self.kind(e)) for v in chosen))

@@ -44,11 +44,16 @@ class _EpilogueWriter(Writer):
         return f"functions.load({', '.join((f'extra_{e.value}', *indices))})"
 
 
+def _is_large(t: Any) -> bool:
+    return any(size > INT32[1] for size in t.shape)
+
+
 @dataclass(frozen=True)
 class TracedEpilogue:
     """An epilogue as its kernels see it. Equal where the expression and the extra values that it reads are equal.
 
     rows    names of tensors whose last dimension is contiguous, which is compiled in
+    large   names of those of a dimension of 2^31 elements or more, which CuTe-DSL's kernels do not take
     gated   takes two columns of the product for one of the output
     totals  its reductions over rows
     """
@@ -59,6 +64,7 @@ class TracedEpilogue:
     rows: tuple[str, ...] = ()
     gated: bool = False
     totals: tuple[Reduction, ...] = ()
+    large: tuple[str, ...] = ()
     name: str | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
@@ -73,7 +79,7 @@ class TracedEpilogue:
     def fits(self, tensors: Mapping[str, Any], scalars: Mapping[str, Any]) -> bool:
         """Are these of the kinds that were traced?"""
         same = all(extra_tensor(t.name, given := tensors[t.name]) == t and (t.name in self.rows) == (t.rank > 0 and given.stride(-1) == 1)
-                   for t in self.tensors)
+                   and (t.name in self.large) == _is_large(given) for t in self.tensors)
         return same and all(scalar_kind(s.name, scalars[s.name]) == s.kind for s in self.scalars)
 
     @property
@@ -121,6 +127,8 @@ class TracedEpilogue:
         for t in self.tensors:
             if t.dtype not in _DSL or t.rank == 0:
                 return f"extra tensor {t.name!r} is {t.dtype} of {t.rank} dimensions: one of {', '.join(_DSL)}, one dimension or more"
+        if self.large:
+            return f"extra tensor {self.large[0]!r} has a dimension of 2^31 elements or more"
         for s in self.scalars:
             if s.kind not in _WORDS:
                 return f"the number {s.name!r} needs 64 bits: one of 32"
@@ -164,9 +172,11 @@ def trace_function(
         result = _result("epilogue", value, FLOATS, "a float (the new value)")
         totals = tuple(Reduction(n, r.kind, _result(f"epilogue's {n!r}", r.value, FLOATS, "a float")) for n, r in reduced.items())
     except VariantError as error:  # in the words of variants of attention, which are traced by the same
-        raise VariantError(re.sub(r"\bvariant(?=[:(])", "epilogue", str(error))) from error.__cause__
+        error.args = (re.sub(r"^variant(?=: )|(?<= by )variant(?=\(tensors=)", "epilogue", str(error)),)
+        raise
     read = {n for e in in_order((result, *(total.value for total in totals))) for n in _names_in(e)}
     # Descriptions without a tensor are those of calls, whose rows are contiguous.
     rows = (n for n, t in (tensors or {}).items() if n in read and known[n].rank and (isinstance(t, ExtraTensor) or t.stride(-1) == 1))
+    large = tuple(n for n, t in sorted((tensors or {}).items()) if n in read and not isinstance(t, ExtraTensor) and _is_large(t))
     return TracedEpilogue(result, tuple(known[n] for n in sorted(known) if n in read),
-                          tuple(numbers[n] for n in sorted(numbers) if n in read), tuple(sorted(rows)), gated, totals, name)
+                          tuple(numbers[n] for n in sorted(numbers) if n in read), tuple(sorted(rows)), gated, totals, large, name)

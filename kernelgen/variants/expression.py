@@ -39,7 +39,7 @@ class Expression:
     """One operation. Made by :func:`make` only, so that equal expressions are identical; compared by identity.
 
     ``value``: number of a constant, name of a context field, extra tensor or scalar, (tensor, dimension) of a size.
-    ``low`` and ``high`` bound the value of an int.
+    ``low`` and ``high`` bound the value of an int, and of a bool, which beside an int is 0 or 1.
     """
 
     op: str
@@ -78,6 +78,8 @@ _interning = Lock(threading.RLock)  # a collection inside may run code that trac
 def make(op: str, dtype: str, operands: tuple[Expression, ...] = (), value: object = None, weak: bool = False,
          bounds: Range = (0, 0)) -> Expression:
     """The one expression of this content."""
+    if dtype == BOOL:
+        bounds = (int(bool(value)),) * 2 if op == "constant" else (0, 1)
     # repr tells 0.0 from -0.0 and True from 1, and makes a NaN equal to itself.
     key = (op, dtype, operands, repr(value), weak, bounds)
     with _interning:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import inspect
 import numbers
 import re
 from collections.abc import Callable, Mapping
@@ -38,7 +37,7 @@ FIELDS: dict[str, Range] = {
     "q_pos": (1 - MAX_LENGTH, MAX_LENGTH - 1), "k_pos": (0, MAX_LENGTH - 1), "q_len": (0, MAX_LENGTH), "kv_len": (0, MAX_LENGTH),
 }
 _TORCH_TYPE = {BOOL: torch.bool, INT: torch.int64, FLOAT32: torch.float32, REAL: torch.float64}
-_KIND_TYPE = {"bool": (BOOL, (0, 0)), "int32": (INT, INT32), "int64": (INT, INT64), "float": (REAL, (0, 0))}
+_KIND_TYPE = {"bool": (BOOL, (0, 1)), "int32": (INT, INT32), "int64": (INT, INT64), "float": (REAL, (0, 0))}
 _CACHE = "_kernelgen_traced"
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
@@ -301,16 +300,13 @@ def _names_in(e: Expression) -> tuple[Any, ...]:
 
 def called(what: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     """What a user's function makes of stand-ins. What it raises itself passes through, with its traceback. Raises VariantError where it
-    does not take so many arguments."""
+    cannot be called with so many."""
     try:
-        signature = inspect.signature(function)
-    except ValueError:  # some of those in C have none
         return function(*arguments.values())
-    try:
-        signature.bind(*arguments.values())
     except TypeError as error:
-        raise VariantError(f"variant: the {what} function takes {signature}, expected ({', '.join(arguments)})") from error
-    return function(*arguments.values())
+        if error.__traceback__ is None or error.__traceback__.tb_next is not None:  # from within
+            raise
+        raise VariantError(f"variant: the {what} function cannot be called as function({', '.join(arguments)}): {error}") from error
 
 
 def _result(what: str, value: Any, dtypes: tuple[str, ...], expected: str) -> Expression:

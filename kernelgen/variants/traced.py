@@ -17,7 +17,7 @@ from kernelgen.variants.expression import BOOL, INT, INT32, INT64, REAL, Express
 ELEMENTS: dict[str, tuple[str, Range, str]] = {
     "float32": (REAL, (0, 0), "load_fp32"), "float64": (REAL, (0, 0), "load_fp64"), "bfloat16": (REAL, (0, 0), "load_bf16"),
     "float16": (REAL, (0, 0), "load_fp16"), "int32": (INT, INT32, "load_int32"), "int64": (INT, INT64, "load_int64"),
-    "uint8": (INT, (0, 255), "load_uint8"), "bool": (BOOL, (0, 0), "load_bool"),
+    "uint8": (INT, (0, 255), "load_uint8"), "bool": (BOOL, (0, 1), "load_bool"),
 }
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ELEMENTS}
 SCALARS = ("float", "double")

@@ -187,8 +187,8 @@ def test_a_gradient_of_an_extra_value_beside_a_prepared_call() -> None:
 
 
 @pytest.mark.parametrize("function, gated, words", (
-    (lambda x: x, False, r"epilogue: the epilogue function takes \(x\), expected \(x, ctx\)"),
-    (lambda x, ctx: x, True, r"takes \(x, ctx\), expected \(x, y, ctx\)"),
+    (lambda x: x, False, r"epilogue: the epilogue function cannot be called as function\(x, ctx\)"),
+    (lambda x, ctx: x, True, r"cannot be called as function\(x, y, ctx\)"),
     (lambda x, ctx: x + torch.zeros(3), False, r"epilogue: .* pass it by epilogue\(tensors="),
     (lambda x, ctx: x if x > 0 else 1.0, False, "epilogue: Python took a value"),
 ))
@@ -197,3 +197,37 @@ def test_errors_speak_of_epilogues(function: Any, gated: bool, words: str) -> No
         _ = kernelgen.epilogue(function, gated=gated).traced
     with pytest.raises(ZeroDivisionError):
         _ = kernelgen.epilogue(lambda x, ctx: x * (1 / 0)).traced
+
+
+@pytest.mark.parametrize("function", (
+    lambda x, c: x + (c.row < c.column) * c.column, lambda x, c: x + ((c.row < c.column) + 1), lambda x, c: x + ((c.row < c.column) & 1),
+    lambda x, c: x - torch.where(c.row < c.column, c.row < 3, 0), lambda x, c: x + torch.maximum(c.row < c.column, 0 * c.row),
+    lambda x, c: x + c.flag * c.column, lambda x, c: x + c.kept[c.column] * c.column, lambda x, c: x + (c.row > 1) * 2**40,
+    lambda x, c: x + (c.flag + (2**31 - 1)) * 0.5, lambda x, c: x + (c.column - (c.row < c.column) * 5) // 3,
+    lambda x, c: x + (2 - (c.row < 2) * 1) % 2, lambda x, c: x + torch.where((c.row < c.column) * 1 == 1, 1.0, 2.0),
+))
+def test_a_bool_beside_an_integer_is_0_or_1(function: Any) -> None:
+    """Its range was that of nothing, and what came of it a constant."""
+    a, b = torch.randn(6, 8), torch.randn(8, 8)
+    kept = torch.tensor([True, False, True, True, False, False, True, False])
+    made = kernelgen.epilogue(function, tensors={"kept": kept}, scalars={"flag": True})
+    got, want = (kernelgen.gemm(a, b, epilogue=made, backend=backend) for backend in ("generated", "reference"))
+    torch.testing.assert_close(got, want)
+
+
+def test_the_users_line_is_in_the_traceback() -> None:
+    def line(x: Any, ctx: Any) -> Any:
+        return x if x > 0 else 0 * x
+
+    with pytest.raises(VariantError) as found:
+        _ = kernelgen.epilogue(line).traced
+    assert any(entry.name == "line" for entry in found.traceback)
+
+
+def test_a_dimension_beyond_32_bits() -> None:
+    """CuTe-DSL's kernels count sizes in 32 bits, the others' words have 64."""
+    long = torch.tensor([5.0]).expand(2**31 + 5)
+    made = kernelgen.epilogue(lambda x, ctx: x + ctx.t[ctx.column * 50_000_000], tensors={"t": long})
+    assert "2^31 elements" in made.traced.outside_dsl and not made.traced.fits({"t": torch.ones(5)}, {})
+    a, b = torch.randn(3, 4), torch.randn(4, 50)
+    torch.testing.assert_close(kernelgen.gemm(a, b, epilogue=made), a @ b + 5)

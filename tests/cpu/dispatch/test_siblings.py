@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from kernelgen import build, settings
-from kernelgen.dispatch import select
+from kernelgen.dispatch import measured, select
 from kernelgen.dispatch.backends import generated
 from kernelgen.dispatch.decision import Decision
+from kernelgen.dispatch.timings import Measurement
 from kernelgen.kernels.gemm import dense_sm90_cute, grouped_sm90_cute
 from kernelgen.problems.gemm import GatheredGemmProblem, GemmProblem, GroupedGemmProblem
 from kernelgen.targets import Target
@@ -74,7 +75,7 @@ def test_without_jit_only_what_is_prebuilt(name: str, fresh_cache: Path, monkeyp
     monkeypatch.setattr(cutedsl.CuteDsl, "cuda_major", 13)
 
     def verdict(live: bool) -> str:
-        return generated._first_config(family, problem, H200, live)[1].reason
+        return generated.BACKEND.obtainable(problem, H200, family.name, config, live).reason
 
     with settings.override(jit=False):
         assert all("it is not prebuilt; its sibling in CUDA may be" in verdict(live) for live in (True, False))
@@ -84,15 +85,26 @@ def test_without_jit_only_what_is_prebuilt(name: str, fresh_cache: Path, monkeyp
     build.build(family.spec(problem, H200, config))
     select.forget()
     with settings.override(jit=False):
-        assert generated._first_config(family, problem, H200, True)[1] and _chosen(problem)[1] == family.name
+        assert generated.BACKEND.obtainable(problem, H200, family.name, config, True).reason == "prebuilt"
+        assert _chosen(problem)[1] == family.name
+        monkeypatch.setattr(cutedsl, "runtime_libraries", lambda: {12: Path("/somewhere")})
+        generated._loading_problem.cache_clear()
+        reason = generated.BACKEND.obtainable(problem, H200, family.name, config, True).reason
+        assert "run-time library for CUDA 13" in reason and "installed: CUDA 12; `pip install nvidia-cutlass-dsl-libs-cu13`" in reason
 
 
-@every
-def test_without_the_run_time_library_it_is_not_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem, family = PROBLEMS[name]
-    monkeypatch.setattr(cutedsl, "runtime_libraries", lambda: {12: Path("/somewhere")})
+def test_the_config_that_would_run_is_the_one_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tuning's config and a family's first guess differ: under KERNELGEN_JIT=0 what was built of them is taken."""
+    problem, family = PROBLEMS["gathered rows"]
+    first, tuned = list(family.candidates(problem, H200))[:2]
+    time = Measurement("generated", family.name, measured.as_fields(tuned), 1.0, "")
+    monkeypatch.setattr(measured, "times", lambda *_: ({("generated", family.name): time}, "a tuning"))
+    monkeypatch.setattr(cutedsl, "runtime_libraries", lambda: {13: Path("/somewhere")})
     monkeypatch.setattr(cutedsl.CuteDsl, "cuda_major", 13)
-    for jit in (True, False):
-        with settings.override(jit=jit):
-            reason = generated._first_config(family, problem, H200, True)[1].reason
-            assert "run-time library for CUDA 13" in reason and "installed: CUDA 12; `pip install nvidia-cutlass-dsl-libs-cu13`" in reason
+    for there, expected in (({first}, (first, None)), ({tuned}, (tuned, 1.0)), ({first, tuned}, (tuned, 1.0))):
+        built = {family.spec(problem, H200, config).name for config in there}
+        monkeypatch.setattr(generated, "is_built", lambda spec, built=built: spec.name in built)
+        select.forget()
+        with settings.override(jit=False):
+            decision, kernel = _chosen(problem)
+        assert kernel == family.name and (decision.chosen.config, decision.chosen.measured) == expected  # type: ignore[union-attr]
