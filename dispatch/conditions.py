@@ -189,12 +189,14 @@ def cute_groups(p: Any) -> bool:
     return timed and p.m >= CUTE_ROWS * p.batch and (p.gathered or p.batch >= CUTE_GROUPS)
 
 
-# Rows and columns, and depth, from which dense_sm90_cute was timed with a user's epilogue (ungated; 4,096 columns and more were).
-EPILOGUE_ROWS, EPILOGUE_K = 1024, 1024
+# Outputs, and depth, from which dense_sm90_cute was timed with a user's epilogue (ungated, 4,096 rows and columns or more). Fewer rows or
+# columns than EPILOGUE_SIDE would be tiles of another shape.
+EPILOGUE_OUTPUTS, EPILOGUE_SIDE, EPILOGUE_K = 4096 * 4096, 1024, 1024
 
 
 def long_epilogue(p: Any) -> bool:
-    return p.epilogue is not None and not p.epilogue.gated and min(p.m, p.n) >= EPILOGUE_ROWS and p.k >= EPILOGUE_K
+    long = p.m * p.n >= EPILOGUE_OUTPUTS and min(p.m, p.n) >= EPILOGUE_SIDE and p.k >= EPILOGUE_K
+    return long and p.epilogue is not None and not p.epilogue.gated
 
 
 # Codes from which packed_sm90 was measured: fewer are read in less time than its start takes.
