@@ -108,3 +108,12 @@ def test_the_config_that_would_run_is_the_one_that_counts(monkeypatch: pytest.Mo
         with settings.override(jit=False):
             decision, kernel = _chosen(problem)
         assert kernel == family.name and (decision.chosen.config, decision.chosen.measured) == expected  # type: ignore[union-attr]
+
+
+def test_what_is_compiled_here_asks_for_the_library_of_its_own_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch for CUDA 12 beside a CuTe-DSL for 13: kernels that this machine builds are for 13 and load. Prebuilt ones would be torch's."""
+    if generated._toolchain_problem("cutedsl", None):
+        pytest.skip("needs CuTe-DSL")
+    problem, family = PROBLEMS["many groups"]
+    monkeypatch.setattr(cutedsl.CuteDsl, "cuda_major", 99)
+    assert generated.BACKEND.obtainable(problem, H200, family.name, next(iter(family.candidates(problem, H200))), True)
