@@ -195,6 +195,9 @@ def test_a_gradient_of_an_extra_value_beside_a_prepared_call() -> None:
 def test_errors_speak_of_epilogues(function: Any, gated: bool, words: str) -> None:
     with pytest.raises(VariantError, match=words):
         _ = kernelgen.epilogue(function, gated=gated).traced
+
+
+def test_what_a_function_raises_passes_through() -> None:
     with pytest.raises(ZeroDivisionError):
         _ = kernelgen.epilogue(lambda x, ctx: x * (1 / 0)).traced
 

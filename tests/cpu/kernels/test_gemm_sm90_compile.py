@@ -98,7 +98,7 @@ def test_epilogues_do_not_spill(family: Any, base: GemmProblem) -> None:
 
 
 def test_who_gathers_rows() -> None:
-    """grouped_sm90, in tiles that the lanes that gather have registers for; nobody else."""
+    """grouped_sm90, in tiles that the lanes that gather have registers for, and its sibling in CuTe-DSL; nobody else."""
     p = GatheredGemmProblem(128, 32768, 1536, 2048, "bf16", "bf16", "bf16", b_order="col", batched_b=True, tokens=4096)
     chosen = choose(p, H200, "generated", live=False).chosen  # its sibling in CuTe-DSL, where that is installed, is the faster one
     assert "gathered" in str(p) and chosen is not None and chosen.kernel.removesuffix("_cute") == "gemm/grouped_sm90"
