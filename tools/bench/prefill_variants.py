@@ -137,6 +137,7 @@ def cases() -> list[Case]:
              for seq in (16384, 4096, 8192, 1024) for d in (128, 256, 64) for causal in (False, True)]
     short = [Case((seq,) * batch, 2048 // d, (d, d), causal)
              for batch, seq in ((16, 128), (8, 512), (4, 1024), (8, 2048)) for d in (64, 128) for causal in (False, True)]
+    short += [Case((2048,) * 8, 8, (256, 256), causal) for causal in (False, True)]
     return [*found, *(Case((seq,) * (16384 // seq), 16, (192, 128), True) for seq in (8192, 4096)), SKEWED, LATE, EVEN,
             Case((4096,) * 4, 32, (128, 128), True, 4), *short, Case((512,), 16, (128, 128), True), Case((512,), 32, (64, 64), True)]
 
